@@ -1,1 +1,8 @@
+//! A Coder deployment in miniature and everything that proves the programs
+//! against it: test harnesses, foreign peers, the demo and `cargo verify`.
 #![forbid(unsafe_code)]
+
+pub mod binaries;
+pub mod foreign;
+pub mod netns;
+pub mod skip;
