@@ -1,0 +1,1 @@
+//! Speaks CoderVPN over any reader and writer.
