@@ -1,0 +1,1 @@
+//! resolv.conf: reading leniently, writing ours.
