@@ -1,1 +1,585 @@
+//! The tunnel engine: which packets of this machine go to which peer, sealed and along which relay, and which packets of
+//! peers may come in. It performs no input or output and reads no clock: bytes, commands and the time are arguments,
+//! output bytes go into a [`Sink`] of the caller, everything else is an [`Event`].
+//!
+//! # Contract
+//!
+//! ```text
+//! loop {
+//!     engine.handle_tun / handle_relay / handle_udp / apply (…, now, &mut sink)   // as input comes; output is in the sink
+//!     if engine.poll_timeout() <= now { engine.handle_timeout(now, &mut sink) }
+//!     while let Some(event) = engine.poll_event() { … }
+//!     wait for input or engine.poll_timeout()
+//! }
+//! ```
+//!
+//! `now` never goes back. Every call does bounded work; a bad packet is counted and ends nothing. In steady state no call
+//! for a packet allocates. Calls for packets may come in runs, with `poll_event` and `poll_timeout` only after the run.
+//!
+//! # Life of a packet
+//!
+//! *Out*: `handle_tun` checks source and size, finds the peer by destination, notes the conversation for the filter and
+//! seals the packet into the sink's buffer, or holds it until the peer's session is up. Unknown and unreachable
+//! destinations are answered with ICMPv6, so that `connect()` fails at once.
+//! *In*: `handle_relay` wants the sender to be a peer before any cryptography, sorts WireGuard from path messages, opens
+//! into the sink's buffer, and delivers what the peer may send.
 #![forbid(unsafe_code)]
+
+mod command;
+mod common;
+mod event;
+mod filter;
+mod flows;
+mod held;
+mod home_relay;
+mod limits;
+mod peer;
+mod peers;
+mod pings;
+mod relays;
+mod self_node;
+mod session;
+mod sink;
+mod stats;
+mod timers;
+mod traffic;
+
+use std::collections::VecDeque;
+use std::net::{Ipv6Addr, SocketAddr};
+use std::time::{Duration, Instant, SystemTime};
+
+use codervpn_wire::classify::{self, Datagram};
+use codervpn_wire::derp_map::RegionId;
+use codervpn_wire::ip::{self, Ipv6Packet, Unreachable};
+use codervpn_wire::keys::{DiscoPrivate, NodePrivate, NodePublic};
+use codervpn_wire::node::{self, Node};
+use codervpn_wire::tsmp;
+use rand_core::CryptoRngCore;
+use uuid::Uuid;
+
+pub use command::{Command, PeerId, RelayLatency};
+pub use event::{Event, Path, PeerState, PeerStatus, Ping, PingError};
+pub use filter::Inbound;
+pub use home_relay::{HomeCandidate, HomeRelay};
+pub use sink::{Route, Sink};
+pub use stats::Counters;
+
+use common::{Common, Own, PLAIN_ROOM};
+use filter::Filter;
+use limits::{Bucket, IcmpLimit};
+use peer::{After, Remote};
+use peers::Peers;
+use relays::Relays;
+use self_node::SelfNode;
+use session::Sessions;
+use timers::Timers;
+
+/// Pongs over all peers and second (T-08).
+const PONGS_PER_SECOND: u32 = 200;
+/// Addresses taken from the node of a party that is no workspace agent.
+const MAX_CLIENT_ADDRESSES: usize = 4;
+
+/// Which side of a tunnel we are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Role {
+    /// A desktop: peers are the destinations it names, everybody else is ignored.
+    Client,
+    /// A workspace agent: everybody whose node the coordinator sends is a peer, and starts the handshakes.
+    Agent,
+}
+
+pub struct Config {
+    pub role: Role,
+    /// New for every run, never stored.
+    pub node_key: NodePrivate,
+    /// New for every run, never stored.
+    pub disco_key: DiscoPrivate,
+    /// Positive; only informational to others.
+    pub node_id: i64,
+    /// Our addresses inside the tunnel; packets from the device must come from one of them.
+    pub addresses: Vec<Ipv6Addr>,
+    pub inbound: Inbound,
+    /// Answer ICMPv6 echo requests here instead of delivering them: for devices without a kernel behind them.
+    pub answer_echo: bool,
+    /// Measure the latency of every destination now and then.
+    pub status_pings: bool,
+    pub rng: Box<dyn CryptoRngCore + Send>,
+}
+
+impl Config {
+    /// A desktop with new keys and a new random address.
+    pub fn client(mut rng: impl CryptoRngCore + Send + 'static) -> Self {
+        let mut id = [0; 16];
+        rng.fill_bytes(&mut id);
+        let id = uuid::Builder::from_random_bytes(id).into_uuid();
+        Self {
+            role: Role::Client,
+            node_key: NodePrivate::generate(&mut rng),
+            disco_key: DiscoPrivate::generate(&mut rng),
+            node_id: (rng.next_u64() >> 1).max(1) as i64,
+            addresses: vec![node::coder_address(id)],
+            inbound: Inbound::Replies,
+            answer_echo: false,
+            status_pings: true,
+            rng: Box::new(rng),
+        }
+    }
+
+    /// The workspace agent `id` with new keys.
+    pub fn agent(id: Uuid, mut rng: impl CryptoRngCore + Send + 'static) -> Self {
+        let [.., a, b, c, d, e, f, g, h] = id.into_bytes();
+        let number = i64::from_be_bytes([a, b, c, d, e, f, g, h]);
+        Self {
+            role: Role::Agent,
+            node_key: NodePrivate::generate(&mut rng),
+            disco_key: DiscoPrivate::generate(&mut rng),
+            node_id: number.checked_abs().unwrap_or(i64::MAX).max(1),
+            addresses: vec![node::coder_address(id), node::tailscale_address(id)],
+            inbound: Inbound::All,
+            answer_echo: true,
+            status_pings: false,
+            rng: Box::new(rng),
+        }
+    }
+}
+
+/// See the crate's documentation.
+pub struct Engine {
+    role: Role,
+    node_private: NodePrivate,
+    peers: Peers,
+    filter: Filter,
+    icmp: IcmpLimit,
+    self_node: SelfNode,
+    /// When the node may be published though home is not connected.
+    publish_at: Option<Instant>,
+    cx: Common,
+}
+
+impl Engine {
+    pub fn new(config: Config, now: Instant) -> Self {
+        let Config { role, node_key, disco_key, node_id, addresses, inbound, answer_echo, status_pings, mut rng } =
+            config;
+        let own = Own {
+            node_key: node_key.public(),
+            disco_key: disco_key.public(),
+            disco_private: disco_key,
+            addresses: addresses.clone(),
+            status_pings,
+            answer_echo,
+        };
+        let seed = rng.next_u64();
+        Self {
+            role,
+            filter: Filter::new(inbound, seed, now),
+            icmp: IcmpLimit::new(now),
+            self_node: SelfNode::new(node_id, own.node_key, own.disco_key, addresses),
+            publish_at: None,
+            peers: Peers::default(),
+            cx: Common {
+                own,
+                rng,
+                sessions: Sessions::new(&node_key),
+                relays: Relays::default(),
+                held: held::HeldTotal::default(),
+                timers: Timers::default(),
+                events: VecDeque::new(),
+                counters: Counters::default(),
+                pongs: Bucket::per_second(PONGS_PER_SECOND, now),
+                scratch: Box::new([0; PLAIN_ROOM]),
+            },
+            node_private: node_key,
+        }
+    }
+
+    /// A packet that the packet device handed us. Packets for the resolver at `node::DNS_ADDRESS` are the caller's.
+    pub fn handle_tun(&mut self, bytes: &[u8], now: Instant, sink: &mut impl Sink) {
+        let Some(packet) = Ipv6Packet::parse(bytes) else {
+            self.cx.counters.tun_malformed += 1;
+            return;
+        };
+        if !self.cx.is_own(packet.source()) {
+            self.cx.counters.tun_foreign_source += 1;
+            return;
+        }
+        let destination = packet.destination();
+        let for_peers = node::is_tunnel_address(destination)
+            && destination != node::DNS_ADDRESS
+            && !self.cx.is_own(destination)
+            && packet.next_header() != tsmp::PROTOCOL;
+        if !for_peers {
+            self.cx.counters.tun_not_for_peers += 1;
+            return;
+        }
+        if packet.bytes().len() > ip::MTU {
+            self.cx.counters.tun_too_big += 1;
+            self.refuse(&packet, None, now, sink);
+            return;
+        }
+        let slot = self.peers.slot_of_address(destination);
+        let Some(peer) = slot.and_then(|slot| self.peers.get_mut(slot)) else {
+            self.cx.counters.tun_unknown_peer += 1;
+            self.refuse(&packet, Some(Unreachable::Address), now, sink);
+            return;
+        };
+        if peer.is_unreachable(now) {
+            self.cx.counters.tun_unreachable += 1;
+            // It may be back without anybody having told us.
+            peer.start_handshake_if_due(&mut self.cx, sink, now);
+            self.refuse(&packet, Some(Unreachable::Address), now, sink);
+            return;
+        }
+        self.filter.outgoing(&packet, now);
+        peer.send(packet.bytes(), &mut self.cx, sink, now);
+    }
+
+    /// The payload of a RecvPacket frame: `from` is the sender that the relay names.
+    pub fn handle_relay(
+        &mut self,
+        region: RegionId,
+        from: NodePublic,
+        payload: &[u8],
+        now: Instant,
+        sink: &mut impl Sink,
+    ) {
+        // T-02: a stranger costs one look-up.
+        let Some(sender) = self.peers.slot_of_key(from) else {
+            self.cx.counters.relay_stranger += 1;
+            return;
+        };
+        let datagram = classify::datagram(payload);
+        if let Some(peer) = self.peers.get_mut(sender) {
+            peer.note_heard(region, &self.cx);
+            if let Datagram::Disco(envelope) = datagram {
+                peer.receive_disco(&envelope, region, &mut self.cx, sink, now);
+                return;
+            }
+        }
+        let Datagram::WireGuard(message) = datagram else {
+            self.cx.counters.relay_garbage += 1;
+            return;
+        };
+        // The index is authoritative; only an initiation has none.
+        let slot = match message.receiver() {
+            Some(index) => self.cx.sessions.slot_of(index),
+            None => Some(sender),
+        };
+        match slot.and_then(|slot| self.peers.get_mut(slot)) {
+            Some(peer) => peer.receive(message, payload, &mut self.filter, &mut self.cx, sink, now),
+            None => self.cx.counters.wg_no_session += 1,
+        }
+    }
+
+    /// A UDP datagram. There are no direct paths yet: no address belongs to a peer, everything is counted and dropped.
+    pub fn handle_udp(&mut self, source: SocketAddr, payload: &[u8], now: Instant, sink: &mut impl Sink) {
+        let _ = (source, now, sink);
+        match classify::datagram(payload) {
+            Datagram::Disco(_) | Datagram::Stun => self.cx.counters.udp_ignored += 1,
+            Datagram::WireGuard(_) | Datagram::Other => self.cx.counters.udp_stranger += 1,
+        }
+    }
+
+    /// Does everything that is due.
+    pub fn handle_timeout(&mut self, now: Instant, sink: &mut impl Sink) {
+        while let Some((at, slot)) = self.cx.timers.pop_due(now) {
+            let Some(peer) = self.peers.get_mut(slot).filter(|peer| peer.scheduled == Some(at)) else { continue };
+            match peer.tick(&mut self.cx, sink, now) {
+                After::Nothing => {}
+                After::Forget => self.forget(slot, now),
+                After::ApplyDeferred => {
+                    if let Some((id, node)) = peer.deferred.take().map(|node| (peer.id, node)) {
+                        self.set_node(id, node, now, sink);
+                    }
+                }
+            }
+        }
+        if self.publish_at.is_some_and(|at| at <= now) {
+            self.publish_at = None;
+            self.publish(now);
+        }
+    }
+
+    /// When `handle_timeout` has something to do.
+    pub fn poll_timeout(&mut self) -> Option<Instant> {
+        let peers = &self.peers;
+        let peer = self.cx.timers.next(|at, slot| peers.get(slot).is_some_and(|peer| peer.scheduled == Some(at)));
+        [peer, self.publish_at].into_iter().flatten().min()
+    }
+
+    /// Takes one event. The queue is bounded by what it tells of: one change per peer, one answer per ping.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        let event = self.cx.events.pop_front()?;
+        if let Event::PeerChanged(id) = event
+            && let Some(peer) = self.peers.slot_of_id(id).and_then(|slot| self.peers.get_mut(slot))
+        {
+            peer.change_queued = false;
+        }
+        Some(event)
+    }
+
+    pub fn apply(&mut self, command: Command, now: Instant, sink: &mut impl Sink) {
+        match command {
+            Command::AddDestination(id) => self.add_destination(id, now),
+            Command::RemoveDestination(id) => {
+                if let Some(slot) = self.peers.slot_of_id(id).filter(|slot| self.is_destination(*slot)) {
+                    self.drop_peer(slot, now);
+                }
+            }
+            Command::Node { id, node } => self.set_node(id, node, now, sink),
+            Command::ReadyForHandshake(id) => {
+                if let Some(peer) = self.peers.slot_of_id(id).and_then(|slot| self.peers.get_mut(slot)) {
+                    peer.set_ready(&mut self.cx, sink, now);
+                }
+            }
+            Command::Lost(id) => {
+                if let Some(peer) = self.peers.slot_of_id(id).and_then(|slot| self.peers.get_mut(slot)) {
+                    peer.set_lost(&mut self.cx, now);
+                }
+            }
+            Command::AllLost => {
+                for peer in self.peers.iter_mut().filter(|peer| !peer.is_lost()) {
+                    peer.set_lost(&mut self.cx, now);
+                }
+            }
+            Command::Disconnected(id) => {
+                if let Some(slot) = self.peers.slot_of_id(id) {
+                    self.forget(slot, now);
+                }
+            }
+            Command::DerpMap(map) => {
+                let before = self.cx.relays.home();
+                self.cx.relays.set_map(map, now);
+                self.after_relays(before, now);
+            }
+            Command::RelayLatencies(latencies) => {
+                let before = self.cx.relays.home();
+                self.cx.relays.set_latencies(latencies, now);
+                self.after_relays(before, now);
+            }
+            Command::RelayWebsocketFallback { region, reason } => {
+                match reason {
+                    Some(reason) => self.self_node.websocket_fallback.insert(region, reason),
+                    None => self.self_node.websocket_fallback.remove(&region),
+                };
+                self.publish(now);
+            }
+            Command::RelayUp(region) => {
+                self.cx.relays.up(region);
+                self.publish(now);
+                for peer in self.peers.iter_mut() {
+                    peer.relay_up(&mut self.cx, sink, now);
+                }
+            }
+            Command::RelayDown(region) => {
+                self.cx.relays.down(region);
+                if self.cx.relays.home() == Some(region) {
+                    self.want_relay(region, now);
+                }
+                for peer in self.peers.iter_mut() {
+                    peer.settle(&mut self.cx, now);
+                }
+            }
+            Command::RelayPeerGone { region, peer } => {
+                if let Some(peer) = self.peers.slot_of_key(peer).and_then(|slot| self.peers.get_mut(slot)) {
+                    peer.gone_from(region, &self.cx);
+                }
+            }
+            Command::Ping(id) => match self.peers.slot_of_id(id).and_then(|slot| self.peers.get_mut(slot)) {
+                Some(peer) => peer.ping(&mut self.cx, sink, now),
+                None => self.cx.event(Event::PingDone { id, result: Err(PingError::UnknownPeer) }),
+            },
+            Command::Inbound(inbound) => self.filter.set_inbound(inbound),
+        }
+    }
+
+    /// Our node for the coordinator; `None` until it may be published. Read it after `Event::SelfNodeChanged` and for
+    /// every new connection to the coordinator.
+    pub fn self_node(&self, as_of: SystemTime) -> Option<Node> {
+        self.self_node.build(as_of)
+    }
+
+    pub fn node_key(&self) -> NodePublic {
+        self.cx.own.node_key
+    }
+
+    /// Our addresses inside the tunnel.
+    pub fn addresses(&self) -> &[Ipv6Addr] {
+        &self.cx.own.addresses
+    }
+
+    pub fn home_relay(&self) -> Option<RegionId> {
+        self.cx.relays.home()
+    }
+
+    /// The last round of measurements.
+    pub fn relay_latencies(&self) -> &[RelayLatency] {
+        self.cx.relays.latencies()
+    }
+
+    /// The smaller latency of both families in the last round.
+    pub fn relay_latency(&self, region: RegionId) -> Option<Duration> {
+        self.cx.relays.latency(region)
+    }
+
+    pub fn peer(&self, id: PeerId, now: Instant) -> Option<PeerStatus> {
+        let peer = self.peers.slot_of_id(id).and_then(|slot| self.peers.get(slot))?;
+        Some(peer.status(&self.cx, now))
+    }
+
+    pub fn peers(&self, now: Instant) -> impl Iterator<Item = PeerStatus> {
+        self.peers.iter().map(move |peer| peer.status(&self.cx, now))
+    }
+
+    pub fn peer_count(&self) -> usize {
+        self.peers.len()
+    }
+
+    pub fn counters(&self) -> &Counters {
+        &self.cx.counters
+    }
+
+    fn add_destination(&mut self, id: PeerId, now: Instant) {
+        if let Some(peer) = self.peers.slot_of_id(id).and_then(|slot| self.peers.get_mut(slot)) {
+            peer.destination = true;
+            return;
+        }
+        let addresses = [node::coder_address(id), node::tailscale_address(id)]
+            .map(|address| (!self.cx.is_own(address)).then_some(address))
+            .into_iter()
+            .flatten()
+            .filter(|address| *address != node::DNS_ADDRESS && *address != node::LEGACY_AGENT_ADDRESS);
+        let addresses: Vec<Ipv6Addr> = addresses.collect();
+        if self.peers.insert(id, true, &addresses, now).is_none() {
+            tracing::warn!(%id, "agent left out: another agent has its addresses, or there are too many");
+        }
+    }
+
+    fn is_destination(&self, slot: u32) -> bool {
+        self.peers.get(slot).is_some_and(|peer| peer.destination)
+    }
+
+    /// Checks a node and hands it to its peer (CC-36, T-15, T-27, T-28).
+    fn set_node(&mut self, id: PeerId, node: Box<Node>, now: Instant, sink: &mut impl Sink) {
+        let slot = self.peers.slot_of_id(id);
+        if slot.is_none() && self.role == Role::Client {
+            self.cx.counters.node_stray += 1;
+            return;
+        }
+        let known_key = slot.and_then(|slot| self.peers.get(slot)).and_then(|peer| peer.key());
+        let owner = self.peers.slot_of_key(node.key);
+        let taken = owner.is_some() && owner != slot;
+        let unusable = node.key == self.cx.own.node_key
+            || (known_key != Some(node.key) && self.node_private.shared_key(&node.key).is_err());
+        let destination = slot.is_some_and(|slot| self.is_destination(slot));
+        let mut allowed: Vec<Ipv6Addr> =
+            if destination { node.addresses_of(id).collect() } else { client_addresses(&node) };
+        allowed.retain(|address| !self.cx.is_own(*address));
+        allowed.retain(|address| self.peers.owner_of_address(address).is_none_or(|owner| Some(owner) == slot));
+        if taken || unusable || allowed.is_empty() {
+            self.cx.counters.node_refused += 1;
+            tracing::warn!(%id, taken, unusable, addresses = allowed.len(), "node refused");
+            return;
+        }
+        let Some(slot) = slot.or_else(|| self.peers.insert(id, false, &allowed, now)) else {
+            self.cx.counters.node_refused += 1;
+            return;
+        };
+        if !destination {
+            self.peers.set_addresses(slot, &allowed);
+        }
+        let Some(peer) = self.peers.get_mut(slot) else { return };
+        if peer.must_defer(node.key, now) {
+            peer.deferred = Some(node);
+            peer.settle(&mut self.cx, now);
+            return;
+        }
+        let remote = Remote { key: node.key, disco: node.disco, home: node.home };
+        let old = peer.key();
+        peer.set_node(remote, allowed, &mut self.cx, sink, now);
+        if old != Some(node.key) {
+            self.peers.set_key(slot, old, Some(node.key));
+        }
+    }
+
+    /// DISCONNECTED or lost for too long: a destination stays, without its node.
+    fn forget(&mut self, slot: u32, now: Instant) {
+        let Some(peer) = self.peers.get_mut(slot) else { return };
+        if !peer.destination {
+            self.drop_peer(slot, now);
+            return;
+        }
+        let old = peer.key();
+        peer.forget_node(&mut self.cx, now);
+        self.peers.set_key(slot, old, None);
+    }
+
+    fn drop_peer(&mut self, slot: u32, now: Instant) {
+        if let Some(mut peer) = self.peers.remove(slot) {
+            peer.close(&mut self.cx, now);
+        }
+    }
+
+    fn after_relays(&mut self, home_before: Option<RegionId>, now: Instant) {
+        if let Some(home) = self.cx.relays.home().filter(|home| Some(*home) != home_before) {
+            self.cx.event(Event::HomeRelayChanged(home));
+            self.want_relay(home, now);
+        }
+        self.publish(now);
+    }
+
+    fn want_relay(&mut self, region: RegionId, now: Instant) {
+        if self.cx.relays.ask(region, now) {
+            self.cx.event(Event::RelayWanted(region));
+        }
+    }
+
+    /// Tells of our node if it may be published and differs from what was told.
+    fn publish(&mut self, now: Instant) {
+        let (Some(home), Some(open_at)) = (self.cx.relays.home(), self.cx.relays.open_at(now)) else { return };
+        if open_at > now {
+            self.publish_at = Some(open_at);
+            return;
+        }
+        self.publish_at = None;
+        if self.self_node.update(home, self.cx.relays.node_latencies())
+            && !self.cx.events.contains(&Event::SelfNodeChanged)
+        {
+            self.cx.event(Event::SelfNodeChanged);
+        }
+    }
+
+    /// Writes an ICMPv6 error about a packet of this machine to the device; `None` means "too big".
+    fn refuse(&mut self, packet: &Ipv6Packet<'_>, why: Option<Unreachable>, now: Instant, sink: &mut impl Sink) {
+        if !ip::may_answer_with_error(packet) {
+            return;
+        }
+        if !self.icmp.take(packet.destination(), now) {
+            self.cx.counters.icmp_limited += 1;
+            return;
+        }
+        let Some(out) = sink.incoming(ip::MTU) else {
+            self.cx.counters.device_full += 1;
+            return;
+        };
+        let written = match why {
+            Some(reason) => ip::write_unreachable(packet, reason, node::DNS_ADDRESS, out),
+            None => ip::write_packet_too_big(packet, ip::MTU as u32, node::DNS_ADDRESS, out),
+        };
+        if let Some(len) = written {
+            sink.deliver(len);
+            self.cx.counters.icmp_sent += 1;
+        }
+    }
+}
+
+/// The addresses of a party that is no workspace agent: single ones inside the tunnel that it claims in both lists.
+fn client_addresses(node: &Node) -> Vec<Ipv6Addr> {
+    let claimed = node.addresses.iter().filter(|prefix| node.allowed_ips.contains(prefix));
+    claimed
+        .filter_map(|prefix| prefix.as_single_v6())
+        .filter(|address| {
+            node::is_tunnel_address(*address) && *address != node::DNS_ADDRESS && *address != node::LEGACY_AGENT_ADDRESS
+        })
+        .take(MAX_CLIENT_ADDRESSES)
+        .collect()
+}

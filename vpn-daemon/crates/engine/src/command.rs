@@ -1,0 +1,64 @@
+//! What the slow side tells the engine. Each command is idempotent: said twice, it changes nothing the second time.
+
+use std::time::Duration;
+
+use codervpn_wire::derp_map::{DerpMap, RegionId};
+use codervpn_wire::keys::NodePublic;
+use codervpn_wire::node::{Family, Node};
+use uuid::Uuid;
+
+use crate::filter::Inbound;
+
+/// The coordinator's id of a party; for a workspace agent the agent's id.
+pub type PeerId = Uuid;
+
+/// How far one relay region is over one address family.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RelayLatency {
+    pub region: RegionId,
+    pub family: Family,
+    pub latency: Duration,
+}
+
+#[derive(Clone, Debug)]
+pub enum Command {
+    /// A workspace agent that the user may reach. From now on its packets are held, not refused.
+    AddDestination(PeerId),
+    /// It exists no more: its session ends and its packets are refused at once.
+    RemoveDestination(PeerId),
+    /// The coordinator's NODE update.
+    Node {
+        id: PeerId,
+        node: Box<Node>,
+    },
+    /// READY_FOR_HANDSHAKE: the peer knows our node, a handshake will be answered.
+    ReadyForHandshake(PeerId),
+    /// LOST: the coordinator no longer hears the peer. Traffic goes on.
+    Lost(PeerId),
+    /// The Coordinate stream ended: as `Lost` for every peer.
+    AllLost,
+    /// DISCONNECTED: the peer left.
+    Disconnected(PeerId),
+
+    DerpMap(DerpMap),
+    /// One round of latency measurements. Regions that did not answer are left out; an empty round is meaningful.
+    RelayLatencies(Vec<RelayLatency>),
+    /// The upgrade to DERP failed at this region and WebSocket is in use there, or is no longer (`None`).
+    RelayWebsocketFallback {
+        region: RegionId,
+        reason: Option<String>,
+    },
+    /// A connection to this region stands and takes frames.
+    RelayUp(RegionId),
+    RelayDown(RegionId),
+    /// The relay says that it does not know this peer (any more).
+    RelayPeerGone {
+        region: RegionId,
+        peer: NodePublic,
+    },
+
+    /// A disco ping now; answered by `Event::PingDone`.
+    Ping(PeerId),
+    /// What peers may open towards us.
+    Inbound(Inbound),
+}

@@ -1,0 +1,92 @@
+//! What the engine tells the slow side, and what can be read about a peer. Events carry little: most say what changed,
+//! and the present value is read from the engine. That bounds the queue, since no event of a kind is queued twice.
+
+use std::net::{Ipv6Addr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use codervpn_wire::derp_map::RegionId;
+use codervpn_wire::keys::NodePublic;
+
+use crate::command::PeerId;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// Our node differs from the last one published: read `Engine::self_node` and send it.
+    SelfNodeChanged,
+    /// Another region is home now: tell every relay connection (NotePreferred).
+    HomeRelayChanged(RegionId),
+    /// A connection to this region is needed. Repeated at most once a second while it is missing and needed.
+    RelayWanted(RegionId),
+    /// Something in `Engine::peer` changed that a user can see (not byte counters).
+    PeerChanged(PeerId),
+    /// The peer can shake hands with us from now on. An agent tells the coordinator so (ReadyForHandshake); a client
+    /// ignores it.
+    Programmed(PeerId),
+    /// Answer to `Command::Ping`.
+    PingDone { id: PeerId, result: Result<Ping, PingError> },
+}
+
+/// A pong that came back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Ping {
+    pub latency: Duration,
+    pub path: Path,
+    pub at: Instant,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum PingError {
+    #[error("no such agent")]
+    UnknownPeer,
+    #[error("the coordinator has not sent this agent's address yet")]
+    NoNode,
+    #[error("no connection to a relay that reaches this agent")]
+    NoPath,
+    #[error("no answer within 5 s")]
+    Timeout,
+    #[error("too many pings of this agent are under way")]
+    Busy,
+}
+
+/// The way packets to a peer take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Path {
+    Relay(RegionId),
+    Direct(SocketAddr),
+}
+
+/// How far we are with a peer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PeerState {
+    /// A destination whose node the coordinator has not sent.
+    WaitingForNode,
+    /// Its node is known, it has not said that it knows ours.
+    WaitingForReady,
+    /// No session yet, or no longer.
+    Connecting,
+    /// A session stands.
+    Up,
+    /// Nothing was heard for 30 s though packets were sent: its packets are refused.
+    Unreachable,
+}
+
+/// What can be shown about a peer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PeerStatus {
+    pub id: PeerId,
+    pub state: PeerState,
+    pub key: Option<NodePublic>,
+    /// First the address that users reach it at.
+    pub addresses: Vec<Ipv6Addr>,
+    /// Its own home region, as its node says.
+    pub home: Option<RegionId>,
+    /// The coordinator does not hear it at present.
+    pub lost: bool,
+    pub path: Option<Path>,
+    pub last_handshake: Option<Instant>,
+    /// The last ping that was answered.
+    pub last_ping: Option<Ping>,
+    /// IP bytes from and to the peer.
+    pub rx_bytes: u64,
+    pub tx_bytes: u64,
+}

@@ -1,0 +1,394 @@
+//! One party we exchange packets with: what the coordinator said about it, whether it may be spoken to, and when it has
+//! to be looked at again.
+//!
+//! Phases of a workspace agent: (1) *destination*: its address is known, packets are held; (2) NODE: its keys and home
+//! relay are known; (3) ready: READY_FOR_HANDSHAKE came for this key, or 5 s passed: a session is opened and a handshake
+//! starts at once; (4) up: what was held is sent. A new key takes it back to (2), DISCONNECTED to (1). `traffic.rs`
+//! moves its packets, `pings.rs` its path messages.
+
+use std::net::Ipv6Addr;
+use std::time::{Duration, Instant};
+
+use codervpn_wire::derp_map::RegionId;
+use codervpn_wire::keys::{DiscoPublic, NodePublic};
+use codervpn_wire::node::Node;
+
+use crate::command::PeerId;
+use crate::common::Common;
+use crate::event::{Event, Path, PeerState, PeerStatus, Ping};
+use crate::held::Held;
+use crate::pings::Pings;
+use crate::relays::Heard;
+use crate::session::Session;
+use crate::sink::Sink;
+
+/// Without READY a handshake starts this long after NODE (Go: `ReadyForHandshakeTimeout`).
+const READY_TIMEOUT: Duration = Duration::from_secs(5);
+/// A lost peer is forgotten this long after its last handshake (Go: `lostTimeout`).
+const LOST_TIMEOUT: Duration = Duration::from_secs(15 * 60);
+/// A READY that overtook its NODE by less than this is for the new key (`control-plane.md` CC-33).
+const READY_OVERTAKES: Duration = Duration::from_secs(1);
+/// Two processes of one agent evict each other: at most one change per this time (CC-63).
+const MIN_BETWEEN_KEYS: Duration = Duration::from_secs(1);
+/// Packets were sent and nothing was heard for this long: the peer counts as unreachable (`dns-and-os.md` 1.7).
+const UNREACHABLE_AFTER: Duration = Duration::from_secs(30);
+
+/// What the coordinator said about the peer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Remote {
+    pub(crate) key: NodePublic,
+    pub(crate) disco: DiscoPublic,
+    pub(crate) home: Option<RegionId>,
+}
+
+pub(crate) struct Peer {
+    pub(crate) id: PeerId,
+    pub(crate) slot: u32,
+    /// One of the agents we asked for; the others asked for us.
+    pub(crate) destination: bool,
+    /// Addresses under which the table finds it.
+    pub(crate) addresses: Vec<Ipv6Addr>,
+    /// Addresses that its present node may send from.
+    pub(crate) allowed: Vec<Ipv6Addr>,
+    pub(crate) remote: Option<Remote>,
+
+    ready: bool,
+    /// READY came, as against the 5 s having passed.
+    acknowledged: bool,
+    ready_at: Option<Instant>,
+    ready_since_lost: bool,
+    ready_deadline: Option<Instant>,
+    lost: bool,
+    forget_at: Option<Instant>,
+    key_changed_at: Option<Instant>,
+    /// The newest node with another key, while the last change is too fresh.
+    pub(crate) deferred: Option<Box<Node>>,
+
+    pub(crate) session: Option<Session>,
+    /// A handshake should start as soon as a relay connection allows it.
+    pub(crate) handshake_waits: bool,
+    pub(crate) held: Held,
+    pub(crate) heard: Option<Heard>,
+    pub(crate) route: Option<(u64, Option<RegionId>)>,
+    pub(crate) pings: Pings,
+
+    /// First packet sent since anything authentic came back.
+    pub(crate) unheard_since: Option<Instant>,
+    pub(crate) last_inner: Option<Instant>,
+    pub(crate) last_handshake: Option<Instant>,
+    pub(crate) last_ping: Option<Ping>,
+    pub(crate) rx_bytes: u64,
+    pub(crate) tx_bytes: u64,
+
+    pub(crate) scheduled: Option<Instant>,
+    /// What users saw last, and whether a `PeerChanged` is waiting to be read.
+    shown: (PeerState, Option<Path>, bool),
+    pub(crate) change_queued: bool,
+}
+
+/// What the table has to do after a tick.
+#[derive(PartialEq, Eq, Debug)]
+pub(crate) enum After {
+    Nothing,
+    /// The peer's node is forgotten: unindex its key; drop the peer if it is no destination.
+    Forget,
+    /// `deferred` may be applied now.
+    ApplyDeferred,
+}
+
+impl Peer {
+    pub(crate) fn new(id: PeerId, slot: u32, destination: bool, addresses: Vec<Ipv6Addr>, now: Instant) -> Self {
+        Self {
+            id,
+            slot,
+            destination,
+            addresses,
+            allowed: Vec::new(),
+            remote: None,
+            ready: false,
+            acknowledged: false,
+            ready_at: None,
+            ready_since_lost: false,
+            ready_deadline: None,
+            lost: false,
+            forget_at: None,
+            key_changed_at: None,
+            deferred: None,
+            session: None,
+            handshake_waits: false,
+            held: Held::default(),
+            heard: None,
+            route: None,
+            pings: Pings::new(now),
+            unheard_since: None,
+            last_inner: None,
+            last_handshake: None,
+            last_ping: None,
+            rx_bytes: 0,
+            tx_bytes: 0,
+            scheduled: None,
+            shown: (PeerState::WaitingForNode, None, false),
+            change_queued: false,
+        }
+    }
+
+    pub(crate) fn key(&self) -> Option<NodePublic> {
+        self.remote.map(|remote| remote.key)
+    }
+
+    /// Whether a node with this key has to wait because the last change of key is too fresh (CC-63).
+    pub(crate) fn must_defer(&self, key: NodePublic, now: Instant) -> bool {
+        self.key().is_some_and(|present| present != key)
+            && self.key_changed_at.is_some_and(|at| now.saturating_duration_since(at) < MIN_BETWEEN_KEYS)
+    }
+
+    /// Takes a node that has been checked.
+    pub(crate) fn set_node(
+        &mut self,
+        remote: Remote,
+        allowed: Vec<Ipv6Addr>,
+        cx: &mut Common,
+        sink: &mut impl Sink,
+        now: Instant,
+    ) {
+        let other_key = self.key() != Some(remote.key);
+        let other_disco = self.remote.is_some_and(|present| present.disco != remote.disco);
+        if other_key {
+            let overtook = self.ready_at.is_some_and(|at| now.saturating_duration_since(at) < READY_OVERTAKES);
+            if !(self.ready_since_lost || overtook) {
+                self.ready = false;
+                self.acknowledged = false;
+            }
+            if self.remote.is_some() {
+                self.key_changed_at = Some(now);
+            }
+            self.unheard_since = None;
+        }
+        if other_key || other_disco {
+            self.end_session(cx, now);
+            self.pings.forget_path(self.id, cx);
+            self.heard = None;
+        }
+        self.deferred = None;
+        self.lost = false;
+        self.ready_since_lost = false;
+        self.forget_at = None;
+        self.remote = Some(remote);
+        self.allowed = allowed;
+        self.route = None;
+        if self.destination && !self.ready {
+            self.ready_deadline = Some(now + READY_TIMEOUT);
+        }
+        self.program(cx, sink, now);
+        if !self.destination {
+            cx.event(Event::Programmed(self.id));
+        }
+        self.settle(cx, now);
+    }
+
+    /// READY_FOR_HANDSHAKE.
+    pub(crate) fn set_ready(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        self.ready = true;
+        self.acknowledged = true;
+        self.ready_at = Some(now);
+        self.ready_since_lost |= self.lost;
+        self.ready_deadline = None;
+        if !self.is_up(now) {
+            self.unheard_since = None;
+        }
+        self.program(cx, sink, now);
+        self.settle(cx, now);
+    }
+
+    /// Opens the session if the peer may be spoken to, and starts a handshake with a destination that has none.
+    fn program(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        let Some(remote) = self.remote.filter(|_| self.ready || !self.destination) else { return };
+        if self.session.is_none() {
+            self.session = cx.sessions.open(&remote.key, self.slot, now);
+        }
+        if let Some(session) = &mut self.session {
+            session.set_keepalive(self.destination && self.acknowledged);
+        }
+        if self.destination && !self.is_up(now) {
+            self.start_handshake(cx, sink, now);
+        }
+    }
+
+    pub(crate) fn set_lost(&mut self, cx: &mut Common, now: Instant) {
+        if self.remote.is_none() {
+            return;
+        }
+        self.lost = true;
+        self.ready_since_lost = false;
+        self.forget_at = Some(self.last_handshake.map_or(now, |at| at + LOST_TIMEOUT));
+        self.settle(cx, now);
+    }
+
+    /// DISCONNECTED, or lost for too long. A destination keeps its address and what is held for it.
+    pub(crate) fn forget_node(&mut self, cx: &mut Common, now: Instant) {
+        self.end_session(cx, now);
+        self.pings.forget_path(self.id, cx);
+        self.remote = None;
+        self.deferred = None;
+        self.allowed.clear();
+        self.ready = false;
+        self.acknowledged = false;
+        self.ready_at = None;
+        self.ready_since_lost = false;
+        self.ready_deadline = None;
+        self.lost = false;
+        self.forget_at = None;
+        self.heard = None;
+        self.route = None;
+        self.settle(cx, now);
+    }
+
+    /// The peer is about to be dropped.
+    pub(crate) fn close(&mut self, cx: &mut Common, now: Instant) {
+        self.end_session(cx, now);
+        self.pings.forget_path(self.id, cx);
+        cx.counters.held_discarded += self.held.clear(&mut cx.held);
+    }
+
+    fn end_session(&mut self, cx: &mut Common, now: Instant) {
+        if let Some(session) = self.session.take() {
+            cx.sessions.close(&session, now);
+        }
+        self.handshake_waits = false;
+    }
+
+    /// Does what is due.
+    pub(crate) fn tick(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) -> After {
+        self.scheduled = None;
+        cx.counters.held_expired += self.held.expire(now, &mut cx.held);
+        if self.forget_at.is_some_and(|at| at <= now) {
+            // A handshake after the loss means that only the coordinator lost it.
+            let again = self.last_handshake.map(|at| at + LOST_TIMEOUT).filter(|at| *at > now);
+            self.forget_at = again;
+            if again.is_none() {
+                return After::Forget;
+            }
+        }
+        if self.ready_deadline.is_some_and(|at| at <= now) {
+            self.ready_deadline = None;
+            self.ready = true;
+            self.program(cx, sink, now);
+        }
+        if self.handshake_waits && cx.relays.is_open(now) {
+            self.start_handshake(cx, sink, now);
+        }
+        self.tick_session(cx, sink, now);
+        self.tick_pings(cx, sink, now);
+        if self.deferred.is_some() && self.deferred_at().is_none_or(|at| at <= now) {
+            return After::ApplyDeferred;
+        }
+        self.settle(cx, now);
+        After::Nothing
+    }
+
+    /// A relay connection came up: what waited for it goes on.
+    pub(crate) fn relay_up(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        if self.handshake_waits {
+            self.start_handshake(cx, sink, now);
+        } else {
+            self.flush_held(cx, sink, now);
+        }
+        self.settle(cx, now);
+    }
+
+    /// Notes when to look again and tells of what users can see. Not on the path of every packet.
+    pub(crate) fn settle(&mut self, cx: &mut Common, now: Instant) {
+        if let Some(at) = self.next_deadline(cx, now) {
+            cx.timers.schedule(self.slot, &mut self.scheduled, at);
+        }
+        let seen = (self.state(now), self.path(cx), self.lost);
+        if seen != self.shown {
+            self.shown = seen;
+            self.tell_change(cx);
+        }
+    }
+
+    pub(crate) fn tell_change(&mut self, cx: &mut Common) {
+        if !std::mem::replace(&mut self.change_queued, true) {
+            cx.event(Event::PeerChanged(self.id));
+        }
+    }
+
+    fn next_deadline(&self, cx: &Common, now: Instant) -> Option<Instant> {
+        let waits = if self.handshake_waits { cx.relays.open_at(now).filter(|at| *at > now) } else { None };
+        let unreachable = self.unheard_since.map(|since| since + UNREACHABLE_AFTER).filter(|at| *at > now);
+        let session = self.session.as_ref().and_then(Session::next_tick);
+        let pings = self.pings.next(self.may_ping(cx));
+        let candidates = [
+            self.held.next_expiry(),
+            self.forget_at,
+            self.ready_deadline,
+            self.deferred_at().filter(|_| self.deferred.is_some()),
+            waits,
+            unreachable,
+            session,
+            pings,
+        ];
+        candidates.into_iter().flatten().min()
+    }
+
+    fn deferred_at(&self) -> Option<Instant> {
+        self.key_changed_at.map(|at| at + MIN_BETWEEN_KEYS)
+    }
+
+    pub(crate) fn may_ping(&self, cx: &Common) -> bool {
+        cx.own.status_pings && self.destination && self.session.is_some()
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost
+    }
+
+    pub(crate) fn is_up(&self, now: Instant) -> bool {
+        self.session.as_ref().is_some_and(|session| session.is_up(now))
+    }
+
+    pub(crate) fn is_unreachable(&self, now: Instant) -> bool {
+        self.unheard_since.is_some_and(|since| now.saturating_duration_since(since) >= UNREACHABLE_AFTER)
+    }
+
+    pub(crate) fn state(&self, now: Instant) -> PeerState {
+        if self.is_unreachable(now) {
+            PeerState::Unreachable
+        } else if self.remote.is_none() {
+            PeerState::WaitingForNode
+        } else if self.session.is_none() {
+            PeerState::WaitingForReady
+        } else if self.is_up(now) {
+            PeerState::Up
+        } else {
+            PeerState::Connecting
+        }
+    }
+
+    fn path(&mut self, cx: &Common) -> Option<Path> {
+        self.session.as_ref()?;
+        self.region(cx).map(Path::Relay)
+    }
+
+    pub(crate) fn status(&self, cx: &Common, now: Instant) -> PeerStatus {
+        let region = self.session.as_ref().and_then(|_| cx.relays.route(self.home(), self.heard));
+        PeerStatus {
+            id: self.id,
+            state: self.state(now),
+            key: self.key(),
+            addresses: self.addresses.clone(),
+            home: self.home(),
+            lost: self.lost,
+            path: region.map(Path::Relay),
+            last_handshake: self.last_handshake,
+            last_ping: self.last_ping,
+            rx_bytes: self.rx_bytes,
+            tx_bytes: self.tx_bytes,
+        }
+    }
+
+    pub(crate) fn home(&self) -> Option<RegionId> {
+        self.remote.and_then(|remote| remote.home)
+    }
+}

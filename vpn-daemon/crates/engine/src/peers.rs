@@ -1,0 +1,140 @@
+//! The table of all peers: found by id, by address, by key. Decides who owns an address or a key: the first who has it
+//! keeps it (T-28). A lookup on the data path remembers its last hit, since packets come in runs.
+
+use std::collections::HashMap;
+use std::net::Ipv6Addr;
+use std::time::Instant;
+
+use codervpn_wire::keys::NodePublic;
+use slab::Slab;
+
+use crate::command::PeerId;
+use crate::peer::Peer;
+
+/// Parties we know at once. A deployment's largest users have some hundred agents; beyond this a server is broken.
+pub(crate) const MAX_PEERS: usize = 16 * 1024;
+
+#[derive(Default)]
+pub(crate) struct Peers {
+    peers: Slab<Box<Peer>>,
+    by_id: HashMap<PeerId, u32>,
+    by_address: HashMap<Ipv6Addr, u32>,
+    by_key: HashMap<NodePublic, u32>,
+    last_address: Option<(Ipv6Addr, u32)>,
+    last_key: Option<(NodePublic, u32)>,
+}
+
+impl Peers {
+    /// Adds a peer. `None`: there are too many, or another peer owns all of its addresses.
+    pub(crate) fn insert(
+        &mut self,
+        id: PeerId,
+        destination: bool,
+        addresses: &[Ipv6Addr],
+        now: Instant,
+    ) -> Option<u32> {
+        let free: Vec<Ipv6Addr> = addresses.iter().copied().filter(|a| !self.by_address.contains_key(a)).collect();
+        if free.is_empty() || self.peers.len() >= MAX_PEERS || self.by_id.contains_key(&id) {
+            return None;
+        }
+        let entry = self.peers.vacant_entry();
+        let slot = u32::try_from(entry.key()).ok()?;
+        for address in &free {
+            self.by_address.insert(*address, slot);
+        }
+        entry.insert(Box::new(Peer::new(id, slot, destination, free, now)));
+        self.by_id.insert(id, slot);
+        self.last_address = None;
+        Some(slot)
+    }
+
+    pub(crate) fn remove(&mut self, slot: u32) -> Option<Box<Peer>> {
+        let peer = self.peers.try_remove(slot as usize)?;
+        self.by_id.remove(&peer.id);
+        for address in &peer.addresses {
+            self.by_address.remove(address);
+        }
+        if let Some(key) = peer.key() {
+            self.by_key.remove(&key);
+        }
+        self.last_address = None;
+        self.last_key = None;
+        Some(peer)
+    }
+
+    /// Moves a peer from one key to another.
+    pub(crate) fn set_key(&mut self, slot: u32, old: Option<NodePublic>, new: Option<NodePublic>) {
+        if let Some(old) = old {
+            self.by_key.remove(&old);
+        }
+        if let Some(new) = new {
+            self.by_key.insert(new, slot);
+        }
+        self.last_key = None;
+    }
+
+    /// Gives a peer that is no destination the addresses of its newest node, except those of others.
+    pub(crate) fn set_addresses(&mut self, slot: u32, addresses: &[Ipv6Addr]) {
+        let Some(peer) = self.peers.get_mut(slot as usize) else { return };
+        for address in peer.addresses.drain(..) {
+            self.by_address.remove(&address);
+        }
+        for address in addresses {
+            if let std::collections::hash_map::Entry::Vacant(entry) = self.by_address.entry(*address) {
+                entry.insert(slot);
+                peer.addresses.push(*address);
+            }
+        }
+        self.last_address = None;
+    }
+
+    pub(crate) fn get(&self, slot: u32) -> Option<&Peer> {
+        self.peers.get(slot as usize).map(|peer| &**peer)
+    }
+
+    pub(crate) fn get_mut(&mut self, slot: u32) -> Option<&mut Peer> {
+        self.peers.get_mut(slot as usize).map(|peer| &mut **peer)
+    }
+
+    pub(crate) fn slot_of_id(&self, id: PeerId) -> Option<u32> {
+        self.by_id.get(&id).copied()
+    }
+
+    pub(crate) fn slot_of_address(&mut self, address: Ipv6Addr) -> Option<u32> {
+        if let Some((known, slot)) = self.last_address
+            && known == address
+        {
+            return Some(slot);
+        }
+        let slot = *self.by_address.get(&address)?;
+        self.last_address = Some((address, slot));
+        Some(slot)
+    }
+
+    pub(crate) fn slot_of_key(&mut self, key: NodePublic) -> Option<u32> {
+        if let Some((known, slot)) = self.last_key
+            && known == key
+        {
+            return Some(slot);
+        }
+        let slot = *self.by_key.get(&key)?;
+        self.last_key = Some((key, slot));
+        Some(slot)
+    }
+
+    pub(crate) fn owner_of_address(&self, address: &Ipv6Addr) -> Option<u32> {
+        self.by_address.get(address).copied()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Peer> {
+        self.peers.iter().map(|(_, peer)| &**peer)
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Peer> {
+        self.peers.iter_mut().map(|(_, peer)| &mut **peer)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.peers.len()
+    }
+}

@@ -1,0 +1,347 @@
+//! Packets of one peer: from the device sealed and sent or held, from the network opened, checked and delivered.
+//!
+//! A packet from the device leaves at once when a session stands and a relay connection leads to the peer; otherwise it
+//! is held and whatever is missing is started. A packet from the peer reaches the device only if its source is an
+//! address of this peer, its destination is ours, and the filter admits it; TSMP never does.
+
+use std::time::{Duration, Instant};
+
+use codervpn_wire::classify::WireGuard;
+use codervpn_wire::derp_map::RegionId;
+use codervpn_wire::ip::{self, Ipv6Packet, Upper};
+use codervpn_wire::tsmp;
+
+use crate::common::{Common, PLAIN_ROOM};
+use crate::event::Event;
+use crate::filter::Filter;
+use crate::peer::Peer;
+use crate::session::{CONTROL_ROOM, DATA_OVERHEAD, Opened, Refused};
+use crate::sink::{Route, Sink};
+
+/// Every deadline that one packet can bring nearer lies at least this far ahead (passive keepalive).
+const NEAREST_NEW_DEADLINE: Duration = Duration::from_secs(10);
+const PADDING: usize = 16;
+
+/// What becomes of a packet that came out of a session.
+enum Inner {
+    Deliver,
+    /// An answer of this length lies in the scratch.
+    Answer(usize),
+    Drop,
+}
+
+impl Peer {
+    /// The region that packets to this peer go through.
+    pub(crate) fn region(&mut self, cx: &Common) -> Option<RegionId> {
+        let version = cx.relays.version();
+        match self.route {
+            Some((known, region)) if known == version => region,
+            _ => {
+                let region = cx.relays.route(self.home(), self.heard);
+                self.route = Some((version, region));
+                region
+            }
+        }
+    }
+
+    /// As `region`; without one, a connection to the peer's home is asked for.
+    pub(crate) fn route_or_ask(&mut self, cx: &mut Common, now: Instant) -> Option<Route> {
+        let remote = self.remote?;
+        if let Some(region) = self.region(cx) {
+            return Some(Route::Relay { region, peer: remote.key });
+        }
+        if let Some(home) = remote.home
+            && cx.relays.ask(home, now)
+        {
+            cx.event(Event::RelayWanted(home));
+        }
+        None
+    }
+
+    /// A message of this peer came over `region`.
+    pub(crate) fn note_heard(&mut self, region: RegionId, cx: &Common) {
+        if self.home() == Some(region) {
+            return;
+        }
+        let heard = cx.relays.heard_on(region);
+        if heard != self.heard {
+            self.heard = heard;
+            self.route = None;
+        }
+    }
+
+    /// The relay says that the peer is not there: only what was learnt from hearing it is void (T-20).
+    pub(crate) fn gone_from(&mut self, region: RegionId, cx: &Common) {
+        if self.heard.is_some() && self.heard == cx.relays.heard_on(region) {
+            self.heard = None;
+            self.route = None;
+        }
+    }
+
+    /// A packet from the device, checked and at most 1280 bytes long.
+    pub(crate) fn send(&mut self, packet: &[u8], cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        if self.last_inner.is_none_or(|at| now.saturating_duration_since(at) > NEAREST_NEW_DEADLINE) {
+            self.ping_as_in_use(now);
+        }
+        self.last_inner = Some(now);
+        self.unheard_since.get_or_insert(now);
+        if self.is_up(now)
+            && self.held.is_empty()
+            && let Some(route) = self.route_or_ask(cx, now)
+        {
+            self.seal_and_send(packet, route, cx, sink, now);
+            self.reschedule_after_packet(cx, now);
+            return;
+        }
+        if self.held.push(packet, now, &mut cx.held) {
+            cx.counters.tun_held += 1;
+        } else {
+            cx.counters.held_overflow += 1;
+        }
+        if self.is_up(now) {
+            self.flush_held(cx, sink, now);
+        } else {
+            self.start_handshake_if_due(cx, sink, now);
+        }
+        self.settle(cx, now);
+    }
+
+    /// Without the table of deadlines being touched for every packet.
+    fn reschedule_after_packet(&mut self, cx: &mut Common, now: Instant) {
+        if self.scheduled.is_none_or(|at| at > now + NEAREST_NEW_DEADLINE) {
+            self.settle(cx, now);
+        }
+    }
+
+    fn seal_and_send(&mut self, packet: &[u8], route: Route, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        let Some(session) = &mut self.session else { return };
+        let padded = packet.len().next_multiple_of(PADDING).min(ip::MTU.max(packet.len()));
+        let Some(out) = sink.outgoing(route, (padded + DATA_OVERHEAD).max(CONTROL_ROOM)) else {
+            cx.counters.sink_full += 1;
+            return;
+        };
+        let plain = if padded == packet.len() {
+            packet
+        } else {
+            let (Some(body), true) = (cx.scratch.get_mut(..packet.len()), padded <= PLAIN_ROOM) else { return };
+            body.copy_from_slice(packet);
+            if let Some(padding) = cx.scratch.get_mut(packet.len()..padded) {
+                padding.fill(0);
+            }
+            cx.scratch.get(..padded).unwrap_or(packet)
+        };
+        if let Some(len) = session.seal(plain, out, now) {
+            sink.send(route, len);
+            self.tx_bytes += packet.len() as u64;
+            cx.counters.tun_sent += 1;
+        }
+    }
+
+    pub(crate) fn flush_held(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        while !self.held.is_empty() && self.is_up(now) {
+            let Some(route) = self.route_or_ask(cx, now) else { return };
+            let Some(packet) = self.held.pop(now, &mut cx.held, &mut cx.counters.held_expired) else { return };
+            self.seal_and_send(&packet, route, cx, sink, now);
+        }
+    }
+
+    /// Starts or repeats a handshake, or notes that it has to wait for a relay connection.
+    pub(crate) fn start_handshake(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        if self.session.is_none() || self.is_up(now) {
+            self.handshake_waits = false;
+            return;
+        }
+        let route = self.route_or_ask(cx, now).filter(|_| cx.relays.is_open(now));
+        self.handshake_waits = route.is_none();
+        let (Some(route), Some(session)) = (route, &mut self.session) else { return };
+        let mut message = [0; CONTROL_ROOM];
+        let jitter = cx.jitter();
+        if let Some(len) = session.initiate(&mut message, jitter, now) {
+            cx.counters.initiations_sent += 1;
+            send_control(message.get(..len).unwrap_or_default(), route, cx, sink);
+        }
+    }
+
+    /// A packet asks for a session that does not stand: starts a handshake unless one is under way or was just tried.
+    pub(crate) fn start_handshake_if_due(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        if self.session.as_ref().is_some_and(|session| session.wants_initiation(now)) {
+            self.start_handshake(cx, sink, now);
+            self.settle(cx, now);
+        }
+    }
+
+    pub(crate) fn tick_session(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        // A tick has at most a handshake and a keepalive to send.
+        for _ in 0..4 {
+            let mut message = [0; CONTROL_ROOM];
+            let jitter = cx.jitter();
+            let Some(len) = self.session.as_mut().and_then(|session| session.tick(&mut message, jitter, now)) else {
+                return;
+            };
+            let initiation = message.first() == Some(&1);
+            let route = self.route_or_ask(cx, now).filter(|_| !initiation || cx.relays.is_open(now));
+            let Some(route) = route else {
+                cx.counters.no_route += 1;
+                self.handshake_waits |= initiation && !self.is_up(now);
+                continue;
+            };
+            cx.counters.initiations_sent += u64::from(initiation);
+            send_control(message.get(..len).unwrap_or_default(), route, cx, sink);
+        }
+    }
+
+    /// A WireGuard message for this peer.
+    pub(crate) fn receive(
+        &mut self,
+        kind: WireGuard,
+        datagram: &[u8],
+        filter: &mut Filter,
+        cx: &mut Common,
+        sink: &mut impl Sink,
+        now: Instant,
+    ) {
+        let Some(session) = &mut self.session else {
+            cx.counters.wg_no_session += 1;
+            return;
+        };
+        let handshake_before = session.last_handshake();
+        if !matches!(kind, WireGuard::Data { .. }) {
+            let mut answer = [0; CONTROL_ROOM];
+            match session.open(datagram, &mut answer, now) {
+                Opened::Reply(len) => {
+                    if let Some(route) = self.route_or_ask(cx, now) {
+                        send_control(answer.get(..len).unwrap_or_default(), route, cx, sink);
+                    } else {
+                        cx.counters.no_route += 1;
+                    }
+                }
+                Opened::Refused(why) => count_refused(why, cx),
+                Opened::Packet(_) | Opened::Nothing => {}
+            }
+            self.after_open(handshake_before, cx, sink, now);
+            return;
+        }
+        let Some(out) = sink.incoming(datagram.len().max(CONTROL_ROOM)) else {
+            cx.counters.device_full += 1;
+            return;
+        };
+        match session.open(datagram, out, now) {
+            Opened::Packet(len) => {
+                let was_unreachable = self.is_unreachable(now);
+                self.unheard_since = None;
+                self.rx_bytes += len as u64;
+                match self.judge(out.get(..len).unwrap_or_default(), filter, cx, now) {
+                    Inner::Deliver => {
+                        cx.counters.peer_delivered += 1;
+                        self.last_inner = Some(now);
+                        sink.deliver(len);
+                    }
+                    Inner::Answer(len) => self.send_scratch(len, cx, sink, now),
+                    Inner::Drop => {}
+                }
+                if was_unreachable {
+                    self.settle(cx, now);
+                }
+            }
+            Opened::Nothing => {
+                let was_unreachable = self.is_unreachable(now);
+                self.unheard_since = None;
+                if was_unreachable {
+                    self.settle(cx, now);
+                }
+            }
+            Opened::Reply(_) => {}
+            Opened::Refused(why) => count_refused(why, cx),
+        }
+        self.after_open(handshake_before, cx, sink, now);
+    }
+
+    fn after_open(&mut self, handshake_before: Option<Instant>, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        let handshake = self.session.as_ref().and_then(|session| session.last_handshake());
+        if handshake != handshake_before {
+            let first = handshake_before.is_none();
+            cx.counters.sessions_established += 1;
+            self.last_handshake = handshake;
+            self.handshake_waits = false;
+            self.unheard_since = None;
+            if first {
+                self.ping_soon(now);
+            }
+            self.flush_held(cx, sink, now);
+            self.tell_change(cx);
+            self.settle(cx, now);
+        } else {
+            self.reschedule_after_packet(cx, now);
+        }
+    }
+
+    /// Checks a packet of this peer (T-29, T-30, T-31) and writes an answer of our own into the scratch.
+    fn judge(&self, bytes: &[u8], filter: &mut Filter, cx: &mut Common, now: Instant) -> Inner {
+        let Some(packet) = Ipv6Packet::parse(bytes).filter(|packet| packet.bytes().len() <= ip::MTU) else {
+            cx.counters.inner_malformed += 1;
+            return Inner::Drop;
+        };
+        if !self.allowed.contains(&packet.source()) {
+            cx.counters.inner_foreign_source += 1;
+            return Inner::Drop;
+        }
+        if !cx.is_own(packet.destination()) {
+            cx.counters.inner_foreign_destination += 1;
+            return Inner::Drop;
+        }
+        match packet.upper() {
+            Some(Upper::Other { protocol: tsmp::PROTOCOL, .. }) => {
+                cx.counters.tsmp += 1;
+                tsmp::write_pong(bytes, &mut cx.scratch[..]).map_or(Inner::Drop, Inner::Answer)
+            }
+            Some(Upper::Icmpv6(icmp)) if cx.own.answer_echo && icmp.kind() == ip::ICMPV6_ECHO_REQUEST => {
+                cx.counters.echo_answered += 1;
+                ip::write_echo_reply(&packet, &mut cx.scratch[..]).map_or(Inner::Drop, Inner::Answer)
+            }
+            _ if filter.admits(&packet, &self.allowed, now) => Inner::Deliver,
+            _ => {
+                cx.counters.inner_filtered += 1;
+                Inner::Drop
+            }
+        }
+    }
+
+    /// Sends the packet that lies in the scratch; unpadded, since the scratch cannot be its own padding.
+    fn send_scratch(&mut self, len: usize, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        let Some(route) = self.route_or_ask(cx, now) else { return };
+        let padded = len.next_multiple_of(PADDING).min(ip::MTU.max(len));
+        if let Some(padding) = cx.scratch.get_mut(len..padded) {
+            padding.fill(0);
+        }
+        let (Some(session), Some(plain)) = (&mut self.session, cx.scratch.get(..padded)) else { return };
+        let Some(out) = sink.outgoing(route, (padded + DATA_OVERHEAD).max(CONTROL_ROOM)) else {
+            cx.counters.sink_full += 1;
+            return;
+        };
+        if let Some(sealed) = session.seal(plain, out, now) {
+            sink.send(route, sealed);
+            self.tx_bytes += len as u64;
+        }
+    }
+}
+
+/// Messages without data are copied once: they are small and rare.
+fn send_control(message: &[u8], route: Route, cx: &mut Common, sink: &mut impl Sink) {
+    match sink.outgoing(route, message.len()).and_then(|out| out.get_mut(..message.len())) {
+        Some(out) => {
+            out.copy_from_slice(message);
+            sink.send(route, message.len());
+        }
+        None => cx.counters.sink_full += 1,
+    }
+}
+
+fn count_refused(why: Refused, cx: &mut Common) {
+    let counter = match why {
+        Refused::Malformed => &mut cx.counters.wg_malformed,
+        Refused::NotAuthentic => &mut cx.counters.wg_not_authentic,
+        Refused::Replay => &mut cx.counters.wg_replay,
+        Refused::Flood => &mut cx.counters.wg_flood,
+    };
+    *counter += 1;
+}
