@@ -66,7 +66,8 @@ impl Decoder {
     }
 
     /// To read into directly instead of `feed`.
-    pub fn buffer(&mut self) -> &mut BytesMut {
+    #[cfg(feature = "io")]
+    pub(crate) fn buffer(&mut self) -> &mut BytesMut {
         &mut self.buffer
     }
 
