@@ -23,6 +23,15 @@ impl Report {
     pub fn is_ok(&self) -> bool {
         self.failed.is_empty()
     }
+
+    #[cfg(unix)]
+    fn note(&mut self, outcome: Result<Option<crate::dns::direct::Restored>, crate::dns::Error>) {
+        match outcome {
+            Ok(None) => {}
+            Ok(Some(done)) => self.done.push(done.to_string()),
+            Err(error) => self.failed.push(error.to_string()),
+        }
+    }
 }
 
 /// The command: refuses while a live daemon holds the lock, unless `force`.
@@ -53,15 +62,20 @@ pub fn undo_leftovers(paths: &Paths) -> Report {
     report
 }
 
-/// Only the resolver file: for a panic hook or a second SIGTERM. Takes no lock of ours, allocates
-/// little and never waits for another program.
-pub fn restore_resolver(paths: &Paths, report: &mut Report) {
+/// Only the resolver file, for a panic hook or a second SIGTERM: takes no lock, since the thread
+/// that failed may hold it, and waits for nothing.
+pub fn restore_while_aborting(paths: &Paths) -> Report {
+    let mut report = Report::default();
     #[cfg(unix)]
-    match crate::dns::direct::restore(paths) {
-        Ok(None) => {}
-        Ok(Some(done)) => report.done.push(done.to_string()),
-        Err(error) => report.failed.push(error.to_string()),
-    }
+    report.note(crate::dns::direct::restore_while_aborting(paths));
+    #[cfg(not(unix))]
+    let _ = paths;
+    report
+}
+
+fn restore_resolver(paths: &Paths, report: &mut Report) {
+    #[cfg(unix)]
+    report.note(crate::dns::direct::restore(paths));
     #[cfg(not(unix))]
     let _ = (paths, report);
 }

@@ -18,6 +18,8 @@ pub mod detect;
 #[cfg(unix)]
 pub mod direct;
 pub mod none;
+#[cfg(unix)]
+mod nscd;
 pub mod resolv_conf;
 #[cfg(target_os = "linux")]
 pub mod resolved;

@@ -9,6 +9,8 @@ use std::path::PathBuf;
 mod linux;
 #[cfg(target_os = "linux")]
 pub use linux::Tun;
+#[cfg(target_os = "linux")]
+pub(crate) use linux::interface_index;
 
 #[cfg(not(target_os = "linux"))]
 mod unsupported;
