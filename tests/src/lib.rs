@@ -5,4 +5,7 @@
 pub mod binaries;
 pub mod foreign;
 pub mod netns;
+pub mod packages;
+pub mod report;
+pub mod rootfs;
 pub mod skip;

@@ -35,8 +35,9 @@ use anyhow::{Context, bail, ensure};
 use rustix::mount::{MountFlags, mount, mount_bind_recursive};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
+use crate::report::say;
 use crate::skip::skip;
-use crate::{binaries, foreign};
+use crate::{binaries, foreign, rootfs};
 
 /// Holds the host's mount namespace as `/proc/self/ns/mnt` names it; set only
 /// in the isolated child.
@@ -63,6 +64,7 @@ pub struct Setup {
     uids: bool,
     programs: bool,
     foreign: bool,
+    resolved: bool,
     limit: Duration,
 }
 
@@ -75,7 +77,7 @@ impl Default for Setup {
 impl Setup {
     /// No programs built, uid 0 only, 120 s.
     pub fn new() -> Self {
-        Self { uids: false, programs: false, foreign: false, limit: Duration::from_secs(120) }
+        Self { uids: false, programs: false, foreign: false, resolved: false, limit: Duration::from_secs(120) }
     }
 
     /// Several real uids are needed: no user namespace, so only as real root.
@@ -97,6 +99,13 @@ impl Setup {
     #[must_use]
     pub fn foreign(mut self) -> Self {
         self.foreign = true;
+        self
+    }
+
+    /// systemd-resolved is needed: unpacked before entering, see [`rootfs`].
+    #[must_use]
+    pub fn resolved(mut self) -> Self {
+        self.resolved = true;
         self
     }
 
@@ -163,6 +172,9 @@ impl Setup {
         }
         if self.foreign {
             command.env(foreign::BUILT, foreign::program()?);
+        }
+        if self.resolved {
+            command.env(rootfs::UNPACKED, rootfs::folder()?);
         }
         Ok(command)
     }
@@ -368,6 +380,8 @@ fn run_test_child(mut command: Command, test: &str, limit: Duration) -> anyhow::
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         match output.recv_timeout(left) {
+            // The child's own summary would look like one of the whole run.
+            Ok(line) if line.starts_with("running 1 test") || line.starts_with("test result: ") => {}
             Ok(line) => say(&line),
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
             Err(mpsc::RecvTimeoutError::Timeout) => {
@@ -391,12 +405,6 @@ fn forward(stream: impl Read + Send + 'static, lines: mpsc::Sender<String>) {
             }
         }
     });
-}
-
-/// One line on stdout, where the test harness captures it.
-#[expect(clippy::print_stdout, reason = "only print! is captured by the test harness")]
-pub(crate) fn say(line: &str) {
-    println!("{line}");
 }
 
 fn run_inside<F, T>(body: F) -> ExitCode

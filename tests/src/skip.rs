@@ -16,5 +16,5 @@ pub fn in_ci() -> bool {
 #[track_caller]
 pub fn skip(reason: impl Display) {
     assert!(!in_ci(), "skipped: {reason} (a skip is a failure in CI)");
-    crate::netns::say(&format!("skipped: {reason}"));
+    crate::report::announce(&format!("skipped: {reason}"));
 }

@@ -1,2 +1,117 @@
+//! `cargo verify`: everything that has to pass, set-up included, with one line
+//! and a time for each step. Steps after a failed one still run, so that one
+//! run shows all there is to mend.
 #![forbid(unsafe_code)]
-fn main() {}
+
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, bail, ensure};
+use clap::Parser;
+use codervpn_testbed::{binaries, foreign, packages, report, rootfs, skip};
+
+/// Installs what is missing, builds, lints and runs every test.
+#[derive(Debug, Parser)]
+#[command(bin_name = "cargo verify")]
+struct Args {
+    /// Install nothing: print the command for what is missing and end with status 1.
+    #[arg(long)]
+    no_install: bool,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let begin = Instant::now();
+    let mut failed = Vec::new();
+    let steps: &[(&str, &dyn Fn() -> anyhow::Result<()>)] = &[
+        ("system packages", &|| packages::provide(!args.no_install)),
+        ("format", &|| cargo(&["fmt", "--all", "--check"])),
+        ("lints", &|| cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"])),
+        ("programs", &|| binaries::folder().map(drop)),
+        ("one crypto provider", &no_aws_lc),
+        ("foreign peers", &foreign_peers),
+        ("systemd-resolved", &resolved),
+        ("tests", &|| cargo(&["test", "--workspace", "--locked", "--no-fail-fast"])),
+    ];
+    for (name, step) in steps {
+        report::say(&format!("==> {name}"));
+        let start = Instant::now();
+        let result = step();
+        let took = start.elapsed().as_secs_f32();
+        match result {
+            Ok(()) => report::say(&format!("    {name}: ok, {took:.1} s")),
+            Err(err) => {
+                report::say(&format!("    {name}: FAILED, {took:.1} s: {err:#}"));
+                failed.push(*name);
+                if *name == "system packages" {
+                    break;
+                }
+            }
+        }
+    }
+    let took = begin.elapsed().as_secs();
+    if failed.is_empty() {
+        report::say(&format!("verify: all {} steps passed in {took} s", steps.len()));
+        return ExitCode::SUCCESS;
+    }
+    report::say(&format!("verify: FAILED in {took} s: {}", failed.join(", ")));
+    ExitCode::FAILURE
+}
+
+fn cargo_command(args: &[&str]) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(binaries::workspace()).args(args).stdin(Stdio::null());
+    command
+}
+
+fn cargo(args: &[&str]) -> anyhow::Result<()> {
+    run(&mut cargo_command(args))
+}
+
+fn run(command: &mut Command) -> anyhow::Result<()> {
+    let status = command.status().with_context(|| format!("{:?} cannot be run", command.get_program()))?;
+    ensure!(status.success(), "{status}");
+    Ok(())
+}
+
+/// ring is the only crypto provider; a second one would add megabytes and doubt.
+fn no_aws_lc() -> anyhow::Result<()> {
+    let out = cargo_command(&["tree", "--workspace", "--locked", "--target", "all", "-i", "aws-lc-rs"]).output()?;
+    let tree = String::from_utf8_lossy(&out.stdout);
+    ensure!(tree.trim().is_empty(), "aws-lc-rs is used:\n{tree}");
+    // cargo says by an error that there is no such package at all.
+    let text = String::from_utf8_lossy(&out.stderr);
+    ensure!(out.status.success() || text.contains("did not match any packages"), "cargo tree: {text}");
+    Ok(())
+}
+
+fn foreign_peers() -> anyhow::Result<()> {
+    if foreign::go().is_err() {
+        return unavailable("foreign peers: Go is not installed");
+    }
+    foreign::program()?;
+    run(foreign::go_command()?.args(["vet", "."]))?;
+    let out = foreign::go_command()?.args(["run", "cmd/gofmt", "-l", "."]).output()?;
+    ensure!(out.status.success(), "gofmt: {}", String::from_utf8_lossy(&out.stderr));
+    ensure!(out.stdout.is_empty(), "not formatted: {}", String::from_utf8_lossy(&out.stdout));
+    Ok(())
+}
+
+fn resolved() -> anyhow::Result<()> {
+    match rootfs::check() {
+        Ok(version) => {
+            report::say(&format!("    {version}"));
+            Ok(())
+        }
+        Err(err) => unavailable(&format!("tests with systemd-resolved: {err:#}")),
+    }
+}
+
+/// What tests skip here and CI does not.
+fn unavailable(reason: &str) -> anyhow::Result<()> {
+    if skip::in_ci() {
+        bail!("{reason}");
+    }
+    report::announce(&format!("    skipped: {reason}"));
+    Ok(())
+}
