@@ -1,1 +1,37 @@
+//! Everything that crosses the real network.
+//!
+//! One [`Dialer`] opens every stream of the daemon: it resolves names (never
+//! through ourselves), races the addresses, speaks TLS and adds the headers a
+//! deployment's front needs. On top of it stand HTTP requests and upgrades
+//! ([`http`]), the WebSocket byte stream of the control plane ([`websocket`]),
+//! the relay connections ([`relays`]) and the latency probes of relays
+//! ([`probe`]).
+//!
+//! Nothing here knows what the bytes mean beyond that: no control messages, no
+//! WireGuard, no operating-system settings.
+
 #![forbid(unsafe_code)]
+
+pub mod batch;
+mod certificate;
+pub mod dialer;
+pub mod http;
+pub mod probe;
+mod proxy;
+mod relay;
+mod relay_session;
+pub mod relays;
+mod resolve;
+mod stream;
+pub mod tls;
+pub mod websocket;
+
+pub use batch::{Packet, RelayBatch, SendBatch};
+pub use dialer::{ConfigError, DialError, Dialer, DialerConfig, Families, Phase, Target};
+pub use http::{HttpError, Request, Response};
+pub use probe::{ProbeError, RegionLatency};
+pub use relay::{RelayAccess, RelayError};
+pub use relays::{Incoming, RelayEvent, RelayOptions, RelayPhase, RelayStatus, Relays, Sent};
+pub use stream::Connection;
+pub use tls::{TlsError, TlsFault};
+pub use websocket::{CloseWatch, Closed, Keepalive, WebSocket};
