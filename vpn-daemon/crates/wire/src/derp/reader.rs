@@ -173,7 +173,13 @@ impl FrameBuffer {
             if kind != wanted {
                 break;
             }
-            let total = HEADER_LEN + kept_len(self.side, kind, len)?;
+            let kept = match kept_len(self.side, kind, len) {
+                Ok(kept) => kept,
+                // The packets before a broken frame are good; the next call reports it.
+                Err(_) if self.start > from => break,
+                Err(error) => return Err(error),
+            };
+            let total = HEADER_LEN + kept;
             let within = self.start - from + total <= max_len || self.start == from;
             if self.end - self.start < total || total < HEADER_LEN + KEY_LEN || !within {
                 break;
