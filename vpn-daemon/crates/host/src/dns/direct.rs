@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::BoxFuture;
 
-use super::resolv_conf::{self, ResolvConf};
+use super::resolv_conf::ResolvConf;
 use super::{Backend, DnsConfig, Error, Mode, State};
 use crate::Paths;
 use store::Store;
@@ -219,11 +219,6 @@ impl Backend for Direct {
 /// Whether this process could replace resolv.conf, without changing anything: for the choice.
 pub(super) fn is_possible(paths: &Paths) -> Result<(), Error> {
     Store::without_lock(paths).is_replaceable()
-}
-
-/// Whether these bytes are a file of ours, perhaps of a daemon that died.
-pub(super) fn is_ours(bytes: &[u8]) -> bool {
-    resolv_conf::is_marked(bytes)
 }
 
 #[cfg(test)]

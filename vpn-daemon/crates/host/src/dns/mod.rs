@@ -107,9 +107,10 @@ pub struct DnsConfig {
 }
 
 /// What a back end knows about its own work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum State {
     /// Nothing is installed: not applied yet, reverted, or mode `none`.
+    #[default]
     Off,
     /// The system's resolver has our settings.
     Applied,
