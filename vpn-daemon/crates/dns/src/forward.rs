@@ -206,16 +206,6 @@ impl<O: Copy + PartialEq> Forwarder<O> {
         true
     }
 
-    /// Gives up on a client that went away; its lookup goes on for the others.
-    pub fn forget(&mut self, origin: O) {
-        for lookup in self.lookups.values_mut() {
-            let before = lookup.clients.len();
-            lookup.clients.retain(|client| client.origin != origin);
-            self.clients -= before - lookup.clients.len();
-        }
-        self.lookups.retain(|_, lookup| !lookup.clients.is_empty());
-    }
-
     pub fn poll_request(&mut self) -> Option<ForwardRequest> {
         loop {
             let request = self.requests.pop_front()?;

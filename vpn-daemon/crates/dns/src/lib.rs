@@ -29,6 +29,8 @@ pub mod responder;
 pub mod self_test;
 pub mod suffix;
 mod tcp;
+#[cfg(test)]
+mod tests;
 pub mod zone;
 
 pub use answer::{Transport, Verdict, answer};

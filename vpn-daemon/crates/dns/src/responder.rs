@@ -160,7 +160,11 @@ impl Responder {
             }
             Verdict::Drop => self.stats.dropped_queries += 1,
             Verdict::Forward => {
-                self.forward(Origin::Udp { port }, query, Transport::Udp, now);
+                if self.forwarder.handle_query(Origin::Udp { port }, query, Transport::Udp, now) {
+                    self.stats.forwarded += 1;
+                } else {
+                    self.stats.dropped_queries += 1;
+                }
                 self.relay_replies(now, out);
             }
         }
@@ -185,8 +189,10 @@ impl Responder {
                     self.tcp.answer(id, None, now);
                 }
                 Verdict::Forward => {
-                    self.stats.forwarded += 1;
-                    if !self.forwarder.handle_query(Origin::Tcp(id), query, Transport::Tcp, now) {
+                    if self.forwarder.handle_query(Origin::Tcp(id), query, Transport::Tcp, now) {
+                        self.stats.forwarded += 1;
+                    } else {
+                        self.stats.dropped_queries += 1;
                         self.tcp.answer(id, None, now);
                     }
                 }
@@ -194,31 +200,30 @@ impl Responder {
         }
     }
 
-    fn forward(&mut self, origin: Origin, query: &[u8], transport: Transport, now: Instant) {
-        if self.forwarder.handle_query(origin, query, transport, now) {
-            self.stats.forwarded += 1;
-        } else {
-            self.stats.dropped_queries += 1;
-        }
-    }
-
     fn relay_replies(&mut self, now: Instant, out: &mut dyn FnMut(&[u8])) {
         let mut over_tcp = false;
-        while let Some((origin, reply)) = self.forwarder.poll_reply() {
-            match origin {
-                Origin::Udp { port } => {
-                    packet::write_udp(&mut self.packet, self.own_address, port, &reply);
-                    out(&self.packet);
-                }
-                Origin::Tcp(id) => {
-                    self.tcp.answer(id, Some(&reply), now);
-                    over_tcp = true;
+        loop {
+            let mut finished = false;
+            while let Some((origin, reply)) = self.forwarder.poll_reply() {
+                finished = true;
+                match origin {
+                    Origin::Udp { port } => {
+                        packet::write_udp(&mut self.packet, self.own_address, port, &reply);
+                        out(&self.packet);
+                    }
+                    Origin::Tcp(id) => {
+                        self.tcp.answer(id, Some(&reply), now);
+                        over_tcp = true;
+                    }
                 }
             }
-        }
-        if over_tcp {
+            if !finished {
+                break;
+            }
             // Room was made, and requests may have waited for it.
             self.answer_tcp(now);
+        }
+        if over_tcp {
             self.tcp.flush(now, out);
         }
     }

@@ -81,7 +81,7 @@ impl Suffix {
 
     /// Whether `host` is this domain or lies below it.
     pub fn contains(&self, host: &str) -> bool {
-        let Some(host) = normalise(host) else { return false };
+        let Some(host) = ascii(host) else { return false };
         host.strip_suffix(&self.0).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
     }
 }
@@ -98,21 +98,25 @@ impl fmt::Display for Suffix {
     }
 }
 
-/// Lower case, one dot off either end, `xn--` where needed; `None` if it is no domain name then.
+/// A suffix as we write it, the default for an empty one; `None` if it is no domain name.
 fn normalise(raw: &str) -> Option<String> {
-    let name = raw.trim_matches(|c: char| c.is_ascii_whitespace());
-    let name = name.strip_prefix('.').unwrap_or(name);
-    let name = name.strip_suffix('.').unwrap_or(name);
+    let name = ascii(raw)?;
     if name.is_empty() {
         return Some(DEFAULT_SUFFIX.to_owned());
     }
-    // A hostile megabyte is not worth a conversion; four bytes is the longest UTF-8 sequence.
-    if name.len() > 4 * MAX_SUFFIX_BYTES {
+    (name.len() <= MAX_SUFFIX_BYTES && name.split('.').all(is_label)).then_some(name)
+}
+
+/// Lower case, one dot off either end, `xn--` where needed.
+fn ascii(raw: &str) -> Option<String> {
+    let name = raw.trim_matches(|c: char| c.is_ascii_whitespace());
+    let name = name.strip_prefix('.').unwrap_or(name);
+    let name = name.strip_suffix('.').unwrap_or(name);
+    // A hostile megabyte is not worth a conversion; a name has 253 bytes, a character of it at most four.
+    if name.len() > 4 * 253 {
         return None;
     }
-    let name = if name.is_ascii() { name.to_ascii_lowercase() } else { idna::domain_to_ascii(name).ok()? };
-    let legal = name.len() <= MAX_SUFFIX_BYTES && name.split('.').all(is_label);
-    legal.then_some(name)
+    if name.is_ascii() { Some(name.to_ascii_lowercase()) } else { idna::domain_to_ascii(name).ok() }
 }
 
 /// A label that names of ours may consist of (`dns-and-os.md` 1.5).

@@ -1,7 +1,7 @@
 // Decides nothing: the delegated top-level domains a workspace suffix could be confused with. Common ones, sorted;
 // the rest of the root zone is brands and places that nobody would name a suffix after.
 #[rustfmt::skip]
-const TOP_LEVEL_DOMAINS: [&str; 863] = [
+pub(crate) const TOP_LEVEL_DOMAINS: [&str; 863] = [
     "aaa", "aarp", "abb", "able", "abogado", "academy", "accountant", "accountants", "actor", "ads", "adult",
     "aero", "africa", "agency", "airforce", "alibaba", "allstate", "amazon", "amex", "amsterdam", "android",
     "apartments", "app", "apple", "aquarelle", "arab", "archi", "army", "art", "arte", "asia", "associates",

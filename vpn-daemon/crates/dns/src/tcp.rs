@@ -151,6 +151,7 @@ impl TcpService {
         connection.active = now;
         connection.waiting.extend(length.to_be_bytes());
         connection.waiting.extend(answer);
+        connection.fill(self.sockets.get_mut(connection.handle));
     }
 
     /// Sends what there is to send and ends what has ended.
@@ -160,13 +161,7 @@ impl TcpService {
         }
         for connection in &mut self.connections {
             let socket = self.sockets.get_mut::<Socket<'_>>(connection.handle);
-            while socket.can_send() {
-                let (head, _) = connection.waiting.as_slices();
-                match socket.send_slice(head) {
-                    Ok(sent) if sent > 0 => drop(connection.waiting.drain(..sent)),
-                    _ => break,
-                }
-            }
+            connection.fill(socket);
             // The client has said everything and heard everything.
             let done = connection.outstanding == 0 && connection.waiting.is_empty() && socket.recv_queue() < 2;
             if socket.state() == State::CloseWait && done {
@@ -217,6 +212,8 @@ impl TcpService {
         let mut socket =
             Socket::new(SocketBuffer::new(vec![0; RECEIVE_BUFFER]), SocketBuffer::new(vec![0; SEND_BUFFER]));
         socket.set_nagle_enabled(false);
+        // A client with Nagle's algorithm holds the end of a request until the beginning is acknowledged.
+        socket.set_ack_delay(None);
         socket.set_timeout(Some(smoltcp::time::Duration::from_micros(IDLE.as_micros() as u64)));
         if socket.listen((DNS_ADDRESS, PORT)).is_ok() {
             let (id, handle) = (ConnectionId(self.next_id), self.sockets.add(socket));
@@ -257,6 +254,16 @@ impl TcpService {
 }
 
 impl Connection {
+    /// Moves what waits into the socket, as far as it has room.
+    fn fill(&mut self, socket: &mut Socket<'_>) {
+        while socket.can_send() {
+            match socket.send_slice(self.waiting.as_slices().0) {
+                Ok(sent) if sent > 0 => drop(self.waiting.drain(..sent)),
+                _ => break,
+            }
+        }
+    }
+
     fn expires(&self) -> Instant {
         self.active + if self.closing { IDLE + CLOSING } else { IDLE }
     }

@@ -79,8 +79,10 @@ impl Zone {
             for name in &agent.fqdn {
                 zone.add(name, agent.address);
             }
-            // The longest is `A.W.U.S.`, except for an owner with a name shorter than `me`; then that of equal rank.
-            if let Some(target) = agent.fqdn.last().and_then(|name| wire(name)) {
+            // `A.W.U.S.` is the longest but for owners with names as short as `me`.
+            let mine = format!(".me.{suffix}.");
+            let longest = agent.fqdn.iter().rev().find(|name| !name.ends_with(&mine)).or(agent.fqdn.last());
+            if let Some(target) = longest.and_then(|name| wire(name)) {
                 zone.pointers.push((agent.address, target));
             }
         }
