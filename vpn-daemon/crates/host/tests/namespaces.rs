@@ -72,7 +72,7 @@ fn packets_for_the_prefix_reach_the_device_and_answers_come_back() {
     in_namespaces("packets_for_the_prefix_reach_the_device_and_answers_come_back", || {
         let (_dir, paths) = temporary();
         // N-01: an exit node's default route in another table.
-        ip("link add exit0 type dummy");
+        ip("link add exit0 type veth peer name exit0p");
         ip("link set exit0 up");
         ip("-6 route add default dev exit0 table 52");
         ip("-6 rule add priority 5270 lookup 52");
@@ -139,7 +139,7 @@ fn ipv6_is_enabled_for_our_link_alone() {
         for scope in ["all", "default"] {
             std::fs::write(format!("/proc/sys/net/ipv6/conf/{scope}/disable_ipv6"), "1").unwrap();
         }
-        ip("link add other0 type dummy");
+        ip("link add other0 type veth peer name other0p");
         let tun = Tun::open("coder0", tun::MTU).unwrap();
         block_on(async {
             let routes = Routes::apply(&tun, &route_config(), &paths).await.unwrap();
@@ -177,7 +177,7 @@ fn a_name_that_is_taken_is_refused_and_nothing_is_left() {
         let taken = |result| matches!(result, Err(tun::Error::NameTaken { .. }));
         assert!(taken(Tun::open("coder0", tun::MTU)));
         drop(first);
-        ip("link add coder0 type dummy");
+        ip("link add coder0 type veth peer name coder0p");
         assert!(taken(Tun::open("coder0", tun::MTU)));
         ip("link del coder0");
         // Persistent and free: attaching would work, and outlive us.
@@ -264,7 +264,7 @@ fn repair_brings_back_address_route_and_rule() {
 fn a_foreign_route_inside_the_prefix_is_named() {
     in_namespaces("a_foreign_route_inside_the_prefix_is_named", || {
         let (_dir, paths) = temporary();
-        ip("link add rival0 type dummy");
+        ip("link add rival0 type veth peer name rival0p");
         ip("link set rival0 up");
         ip("-6 route add fd60:627a:a42b:7::/64 dev rival0 table 99");
         let tun = Tun::open("coder0", tun::MTU).unwrap();

@@ -10,7 +10,7 @@ const INSIDE: &str = "CODERVPN_HOST_TEST_INSIDE";
 /// we are not root): the test program starts itself again, asking for this one test.
 ///
 /// `body` runs inside only. Where namespaces cannot be had the test says so; in CI that fails.
-pub fn in_namespaces(test: &str, body: impl FnOnce()) {
+pub(crate) fn in_namespaces(test: &str, body: impl FnOnce()) {
     if std::env::var_os(INSIDE).is_some() {
         run("ip", &["link", "set", "lo", "up"]);
         return body();
@@ -40,23 +40,23 @@ pub fn in_namespaces(test: &str, body: impl FnOnce()) {
 }
 
 /// Says why a test cannot run here; CI must be able to run all of them.
-pub fn skip(reason: &str) {
+pub(crate) fn skip(reason: &str) {
     assert!(std::env::var_os("CI").is_none(), "skipped in CI: {reason}");
     println!("skipped: {reason}");
 }
 
 /// Runs a program that must succeed; its output.
-pub fn run(program: &str, arguments: &[&str]) -> String {
+pub(crate) fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
 
 /// `ip` with its arguments in one string.
-pub fn ip(arguments: &str) -> String {
+pub(crate) fn ip(arguments: &str) -> String {
     run("ip", &arguments.split_whitespace().collect::<Vec<_>>())
 }
 
-pub fn block_on<T>(future: impl Future<Output = T>) -> T {
+pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
 }
