@@ -40,6 +40,8 @@ pub enum Command {
     /// DISCONNECTED: the peer left.
     Disconnected(PeerId),
 
+    /// With one region home is chosen at once. With several, `RelayLatencies` has to follow soon: there is no home, and
+    /// our node stays unpublished, until a first round has been reported.
     DerpMap(DerpMap),
     /// One round of latency measurements. Regions that did not answer are left out; an empty round is meaningful.
     RelayLatencies(Vec<RelayLatency>),

@@ -15,7 +15,8 @@ pub enum Event {
     SelfNodeChanged,
     /// Another region is home now: tell every relay connection (NotePreferred).
     HomeRelayChanged(RegionId),
-    /// A connection to this region is needed. Repeated at most once a second while it is missing and needed.
+    /// A connection to this region is needed: keep trying until it stands. Repeated, at most once a second, whenever it
+    /// is missed again.
     RelayWanted(RegionId),
     /// Something in `Engine::peer` changed that a user can see (not byte counters).
     PeerChanged(PeerId),

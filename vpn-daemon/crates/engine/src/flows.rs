@@ -119,6 +119,7 @@ fn expired(entry: &Entry, stamp: u64) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods)]
 mod tests {
     use super::*;
 

@@ -110,3 +110,81 @@ fn scale(latency: Duration, score: f64) -> Duration {
 fn two_thirds(latency: Duration) -> Duration {
     (latency / 3).saturating_mul(2)
 }
+
+#[cfg(test)]
+#[allow(clippy::disallowed_methods)]
+mod tests {
+    use super::*;
+
+    fn region(id: i64) -> RegionId {
+        RegionId::new(id).unwrap()
+    }
+
+    fn candidates(ids: &[i64]) -> Vec<HomeCandidate> {
+        ids.iter().map(|id| HomeCandidate { region: region(*id), embedded: false, score: 1.0 }).collect()
+    }
+
+    /// One report after the other, ten seconds apart; the home after the last.
+    fn home(reports: &[&[(i64, u64)]]) -> i64 {
+        let start = Instant::now();
+        let mut choice = HomeRelay::default();
+        for (i, report) in reports.iter().enumerate() {
+            let report: Vec<_> = report.iter().map(|(id, ms)| (region(*id), Duration::from_millis(*ms))).collect();
+            choice.report(&report, &candidates(&[1, 2]), start + Duration::from_secs(10) * i as u32);
+        }
+        choice.home().unwrap().get().into()
+    }
+
+    /// Makes 1 the home and lets the report that did so be forgotten.
+    fn from_home_1(report: &[(i64, u64)]) -> i64 {
+        let start = Instant::now();
+        let mut choice = HomeRelay::default();
+        choice.report(&[(region(1), Duration::from_millis(500))], &candidates(&[1, 2]), start);
+        let report: Vec<_> = report.iter().map(|(id, ms)| (region(*id), Duration::from_millis(*ms))).collect();
+        choice.report(&report, &candidates(&[1, 2]), start + REPORT_LIFE).unwrap().get().into()
+    }
+
+    #[test]
+    fn the_worked_cases_of_the_specification() {
+        assert_eq!(from_home_1(&[(1, 20), (2, 12)]), 1, "8 ms are not worth it");
+        assert_eq!(from_home_1(&[(1, 100), (2, 60)]), 2);
+        assert_eq!(from_home_1(&[(1, 100), (2, 70)]), 1, "not below two thirds");
+        assert_eq!(from_home_1(&[(2, 60)]), 2, "home did not answer");
+        assert_eq!(home(&[&[(1, 20)], &[(1, 20), (2, 12)], &[(1, 30), (2, 31)]]), 2, "its best counts");
+    }
+
+    #[test]
+    fn without_an_answer_home_stays_or_the_embedded_relay_is_taken() {
+        assert_eq!(from_home_1(&[]), 1);
+        let mut choice = HomeRelay::default();
+        let mut regions = candidates(&[1, 2, 3]);
+        regions[1].embedded = true;
+        assert_eq!(choice.report(&[], &regions, Instant::now()), Some(region(2)));
+        let mut choice = HomeRelay::default();
+        assert_eq!(choice.report(&[], &candidates(&[7, 3]), Instant::now()), Some(region(3)));
+        assert_eq!(HomeRelay::default().report(&[], &[], Instant::now()), None);
+    }
+
+    #[test]
+    fn scores_scale_and_silly_ones_do_not_panic() {
+        let mut regions = candidates(&[1, 2]);
+        regions[1].score = 0.1;
+        let report = [(region(1), Duration::from_millis(100)), (region(2), Duration::from_millis(500))];
+        assert_eq!(HomeRelay::default().report(&report, &regions, Instant::now()), Some(region(2)));
+        for score in [f64::NAN, f64::INFINITY, -1.0, 0.0, f64::MAX, f64::MIN_POSITIVE] {
+            regions[1].score = score;
+            let report = [(region(1), Duration::MAX), (region(2), Duration::MAX)];
+            HomeRelay::default().report(&report, &regions, Instant::now());
+        }
+    }
+
+    #[test]
+    fn the_memory_of_reports_is_bounded() {
+        let mut choice = HomeRelay::default();
+        let now = Instant::now();
+        for _ in 0..1000 {
+            choice.report(&[(region(1), Duration::from_millis(1))], &candidates(&[1]), now);
+        }
+        assert!(choice.reports.len() <= MAX_REPORTS);
+    }
+}

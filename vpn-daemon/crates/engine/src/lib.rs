@@ -25,8 +25,16 @@
 //! into the sink's buffer, and delivers what the peer may send.
 #![forbid(unsafe_code)]
 
+// The simulation of `tests/` serves unit tests too.
+#[cfg(test)]
+extern crate self as codervpn_engine;
+#[cfg(test)]
+#[path = "../tests/sim/mod.rs"]
+mod sim;
+
 mod command;
 mod common;
+mod config;
 mod event;
 mod filter;
 mod flows;
@@ -51,13 +59,12 @@ use std::time::{Duration, Instant, SystemTime};
 use codervpn_wire::classify::{self, Datagram};
 use codervpn_wire::derp_map::RegionId;
 use codervpn_wire::ip::{self, Ipv6Packet, Unreachable};
-use codervpn_wire::keys::{DiscoPrivate, NodePrivate, NodePublic};
-use codervpn_wire::node::{self, Node};
+use codervpn_wire::keys::{NodePrivate, NodePublic};
+use codervpn_wire::node::{self, Node, Prefix};
 use codervpn_wire::tsmp;
-use rand_core::CryptoRngCore;
-use uuid::Uuid;
 
 pub use command::{Command, PeerId, RelayLatency};
+pub use config::{Config, Role};
 pub use event::{Event, Path, PeerState, PeerStatus, Ping, PingError};
 pub use filter::Inbound;
 pub use home_relay::{HomeCandidate, HomeRelay};
@@ -67,7 +74,7 @@ pub use stats::Counters;
 use common::{Common, Own, PLAIN_ROOM};
 use filter::Filter;
 use limits::{Bucket, IcmpLimit};
-use peer::{After, Remote};
+use peer::{After, Peer, Remote};
 use peers::Peers;
 use relays::Relays;
 use self_node::SelfNode;
@@ -78,70 +85,6 @@ use timers::Timers;
 const PONGS_PER_SECOND: u32 = 200;
 /// Addresses taken from the node of a party that is no workspace agent.
 const MAX_CLIENT_ADDRESSES: usize = 4;
-
-/// Which side of a tunnel we are.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Role {
-    /// A desktop: peers are the destinations it names, everybody else is ignored.
-    Client,
-    /// A workspace agent: everybody whose node the coordinator sends is a peer, and starts the handshakes.
-    Agent,
-}
-
-pub struct Config {
-    pub role: Role,
-    /// New for every run, never stored.
-    pub node_key: NodePrivate,
-    /// New for every run, never stored.
-    pub disco_key: DiscoPrivate,
-    /// Positive; only informational to others.
-    pub node_id: i64,
-    /// Our addresses inside the tunnel; packets from the device must come from one of them.
-    pub addresses: Vec<Ipv6Addr>,
-    pub inbound: Inbound,
-    /// Answer ICMPv6 echo requests here instead of delivering them: for devices without a kernel behind them.
-    pub answer_echo: bool,
-    /// Measure the latency of every destination now and then.
-    pub status_pings: bool,
-    pub rng: Box<dyn CryptoRngCore + Send>,
-}
-
-impl Config {
-    /// A desktop with new keys and a new random address.
-    pub fn client(mut rng: impl CryptoRngCore + Send + 'static) -> Self {
-        let mut id = [0; 16];
-        rng.fill_bytes(&mut id);
-        let id = uuid::Builder::from_random_bytes(id).into_uuid();
-        Self {
-            role: Role::Client,
-            node_key: NodePrivate::generate(&mut rng),
-            disco_key: DiscoPrivate::generate(&mut rng),
-            node_id: (rng.next_u64() >> 1).max(1) as i64,
-            addresses: vec![node::coder_address(id)],
-            inbound: Inbound::Replies,
-            answer_echo: false,
-            status_pings: true,
-            rng: Box::new(rng),
-        }
-    }
-
-    /// The workspace agent `id` with new keys.
-    pub fn agent(id: Uuid, mut rng: impl CryptoRngCore + Send + 'static) -> Self {
-        let [.., a, b, c, d, e, f, g, h] = id.into_bytes();
-        let number = i64::from_be_bytes([a, b, c, d, e, f, g, h]);
-        Self {
-            role: Role::Agent,
-            node_key: NodePrivate::generate(&mut rng),
-            disco_key: DiscoPrivate::generate(&mut rng),
-            node_id: number.checked_abs().unwrap_or(i64::MAX).max(1),
-            addresses: vec![node::coder_address(id), node::tailscale_address(id)],
-            inbound: Inbound::All,
-            answer_echo: true,
-            status_pings: false,
-            rng: Box::new(rng),
-        }
-    }
-}
 
 /// See the crate's documentation.
 pub struct Engine {
@@ -224,8 +167,7 @@ impl Engine {
         };
         if peer.is_unreachable(now) {
             self.cx.counters.tun_unreachable += 1;
-            // It may be back without anybody having told us.
-            peer.start_handshake_if_due(&mut self.cx, sink, now);
+            peer.send_in_vain(&mut self.cx, sink, now);
             self.refuse(&packet, Some(Unreachable::Address), now, sink);
             return;
         }
@@ -465,7 +407,7 @@ impl Engine {
             self.cx.counters.node_stray += 1;
             return;
         }
-        let known_key = slot.and_then(|slot| self.peers.get(slot)).and_then(|peer| peer.key());
+        let known_key = slot.and_then(|slot| self.peers.get(slot)).and_then(Peer::key);
         let owner = self.peers.slot_of_key(node.key);
         let taken = owner.is_some() && owner != slot;
         let unusable = node.key == self.cx.own.node_key
@@ -576,7 +518,7 @@ impl Engine {
 fn client_addresses(node: &Node) -> Vec<Ipv6Addr> {
     let claimed = node.addresses.iter().filter(|prefix| node.allowed_ips.contains(prefix));
     claimed
-        .filter_map(|prefix| prefix.as_single_v6())
+        .filter_map(Prefix::as_single_v6)
         .filter(|address| {
             node::is_tunnel_address(*address) && *address != node::DNS_ADDRESS && *address != node::LEGACY_AGENT_ADDRESS
         })

@@ -63,6 +63,7 @@ impl IcmpLimit {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods)]
 mod tests {
     use std::time::Duration;
 

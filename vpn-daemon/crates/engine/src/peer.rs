@@ -65,8 +65,8 @@ pub(crate) struct Peer {
     pub(crate) deferred: Option<Box<Node>>,
 
     pub(crate) session: Option<Session>,
-    /// A handshake should start as soon as a relay connection allows it.
-    pub(crate) handshake_waits: bool,
+    /// A handshake should start as soon as a relay connection allows it; looked at again at this time.
+    pub(crate) handshake_waits: Option<Instant>,
     pub(crate) held: Held,
     pub(crate) heard: Option<Heard>,
     pub(crate) route: Option<(u64, Option<RegionId>)>,
@@ -115,7 +115,7 @@ impl Peer {
             key_changed_at: None,
             deferred: None,
             session: None,
-            handshake_waits: false,
+            handshake_waits: None,
             held: Held::default(),
             heard: None,
             route: None,
@@ -254,7 +254,7 @@ impl Peer {
         if let Some(session) = self.session.take() {
             cx.sessions.close(&session, now);
         }
-        self.handshake_waits = false;
+        self.handshake_waits = None;
     }
 
     /// Does what is due.
@@ -274,7 +274,7 @@ impl Peer {
             self.ready = true;
             self.program(cx, sink, now);
         }
-        if self.handshake_waits && cx.relays.is_open(now) {
+        if self.handshake_waits.is_some_and(|at| at <= now) {
             self.start_handshake(cx, sink, now);
         }
         self.tick_session(cx, sink, now);
@@ -288,7 +288,7 @@ impl Peer {
 
     /// A relay connection came up: what waited for it goes on.
     pub(crate) fn relay_up(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
-        if self.handshake_waits {
+        if self.handshake_waits.is_some() {
             self.start_handshake(cx, sink, now);
         } else {
             self.flush_held(cx, sink, now);
@@ -315,7 +315,6 @@ impl Peer {
     }
 
     fn next_deadline(&self, cx: &Common, now: Instant) -> Option<Instant> {
-        let waits = if self.handshake_waits { cx.relays.open_at(now).filter(|at| *at > now) } else { None };
         let unreachable = self.unheard_since.map(|since| since + UNREACHABLE_AFTER).filter(|at| *at > now);
         let session = self.session.as_ref().and_then(Session::next_tick);
         let pings = self.pings.next(self.may_ping(cx));
@@ -324,7 +323,7 @@ impl Peer {
             self.forget_at,
             self.ready_deadline,
             self.deferred_at().filter(|_| self.deferred.is_some()),
-            waits,
+            self.handshake_waits,
             unreachable,
             session,
             pings,

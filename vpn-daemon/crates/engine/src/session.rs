@@ -182,7 +182,14 @@ impl Session {
         if !self.is_up(now) || out.len() < plaintext.len() + DATA_OVERHEAD || out.len() < CONTROL_ROOM {
             return None;
         }
-        let TunnResult::WriteToNetwork(sealed) = self.tunn.encapsulate(plaintext, out) else { return None };
+        let sealed = match self.tunn.encapsulate(plaintext, out) {
+            TunnResult::WriteToNetwork(sealed) if sealed.first() == Some(&DATA) => sealed,
+            // By its own clock boringtun has dropped the session a moment before us.
+            _ => {
+                self.established = None;
+                return None;
+            }
+        };
         let len = sealed.len();
         self.last_sent = now;
         self.owed_since = None;
@@ -237,11 +244,12 @@ impl Session {
             self.limiter.reset_count();
         }
         if kind == INITIATION {
-            self.refresh_clock(out);
-            let last = self.last_received_initiation.replace(now);
+            let last = self.last_received_initiation;
             if last.is_some_and(|at| now.saturating_duration_since(at) < MIN_BETWEEN_RECEIVED) {
                 return Opened::Refused(Refused::Flood);
             }
+            self.last_received_initiation = Some(now);
+            self.refresh_clock(out);
         }
         // wireguard-go binds its cookies to a stable address per peer too: the path may change under a cookie.
         let pseudo_address = IpAddr::V6(Ipv6Addr::from(u128::from(self.index) + 1));
@@ -266,13 +274,11 @@ impl Session {
     /// Notes what an authentic message means for the session.
     fn opened(&mut self, kind: u8, datagram: &[u8], opened: Opened, out: &[u8], now: Instant) {
         match (kind, opened) {
-            (INITIATION, Opened::Reply(_)) => {
-                // Anything else sent back is a cookie: nothing has been proven then.
-                if out.first() == Some(&RESPONSE) {
-                    self.unconfirmed = index_at(out, 4).map(|index| (index, now));
-                    self.last_sent = now;
-                    self.unanswered_since = None;
-                }
+            // Anything else sent back is a cookie: nothing has been proven then.
+            (INITIATION, Opened::Reply(_)) if out.first() == Some(&RESPONSE) => {
+                self.unconfirmed = index_at(out, 4).map(|index| (index, now));
+                self.last_sent = now;
+                self.unanswered_since = None;
             }
             (RESPONSE, Opened::Reply(_)) if out.first() == Some(&DATA) => {
                 self.establish(now, REKEY_AFTER, now);
@@ -327,16 +333,16 @@ impl Session {
         if self.keepalive_at().is_some_and(|at| at <= now) {
             return self.seal(&[], out, now);
         }
-        match self.tunn.update_timers(out) {
-            TunnResult::WriteToNetwork(message) => {
-                let (len, kind) = (message.len(), message.first().copied());
-                if kind == Some(INITIATION) {
-                    self.initiation_sent(jitter, now);
-                }
-                Some(len)
-            }
+        let message = match self.tunn.update_timers(out) {
+            TunnResult::WriteToNetwork(message) => Some((message.len(), message.first().copied())),
             _ => None,
+        };
+        self.follow_expiry();
+        let (len, kind) = message?;
+        if kind == Some(INITIATION) {
+            self.initiation_sent(jitter, now);
         }
+        Some(len)
     }
 
     /// When `tick` has something to do again.
@@ -372,6 +378,14 @@ impl Session {
     /// Brings boringtun's notion of now up to date; whatever it wants to send is repeated by its next call.
     fn refresh_clock(&mut self, out: &mut [u8]) {
         let _ = self.tunn.update_timers(out);
+        self.follow_expiry();
+    }
+
+    /// `update_timers` may have dropped the session.
+    fn follow_expiry(&mut self) {
+        if self.tunn.time_since_last_handshake().is_none() {
+            self.established = None;
+        }
     }
 }
 

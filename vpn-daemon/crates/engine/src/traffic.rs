@@ -15,12 +15,14 @@ use crate::common::{Common, PLAIN_ROOM};
 use crate::event::Event;
 use crate::filter::Filter;
 use crate::peer::Peer;
-use crate::session::{CONTROL_ROOM, DATA_OVERHEAD, Opened, Refused};
+use crate::session::{CONTROL_ROOM, DATA_OVERHEAD, Opened, Refused, Session};
 use crate::sink::{Route, Sink};
 
 /// Every deadline that one packet can bring nearer lies at least this far ahead (passive keepalive).
 const NEAREST_NEW_DEADLINE: Duration = Duration::from_secs(10);
 const PADDING: usize = 16;
+/// A handshake that waits for a relay connection asks for it again after this long.
+const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
 /// What becomes of a packet that came out of a session.
 enum Inner {
@@ -147,19 +149,30 @@ impl Peer {
 
     /// Starts or repeats a handshake, or notes that it has to wait for a relay connection.
     pub(crate) fn start_handshake(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        self.handshake_waits = None;
         if self.session.is_none() || self.is_up(now) {
-            self.handshake_waits = false;
             return;
         }
         let route = self.route_or_ask(cx, now).filter(|_| cx.relays.is_open(now));
-        self.handshake_waits = route.is_none();
-        let (Some(route), Some(session)) = (route, &mut self.session) else { return };
+        let (Some(route), Some(session)) = (route, &mut self.session) else {
+            let open_at = cx.relays.open_at(now).filter(|at| *at > now);
+            self.handshake_waits = Some(open_at.unwrap_or(now + LOOK_AGAIN));
+            return;
+        };
         let mut message = [0; CONTROL_ROOM];
         let jitter = cx.jitter();
         if let Some(len) = session.initiate(&mut message, jitter, now) {
             cx.counters.initiations_sent += 1;
             send_control(message.get(..len).unwrap_or_default(), route, cx, sink);
         }
+    }
+
+    /// A packet for a peer that counts as unreachable: it may be back without anybody having told us.
+    pub(crate) fn send_in_vain(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        self.last_inner = Some(now);
+        self.ping_as_in_use(now);
+        self.start_handshake_if_due(cx, sink, now);
+        self.settle(cx, now);
     }
 
     /// A packet asks for a session that does not stand: starts a handshake unless one is under way or was just tried.
@@ -182,7 +195,9 @@ impl Peer {
             let route = self.route_or_ask(cx, now).filter(|_| !initiation || cx.relays.is_open(now));
             let Some(route) = route else {
                 cx.counters.no_route += 1;
-                self.handshake_waits |= initiation && !self.is_up(now);
+                if initiation && !self.is_up(now) {
+                    self.handshake_waits = Some(now + LOOK_AGAIN);
+                }
                 continue;
             };
             cx.counters.initiations_sent += u64::from(initiation);
@@ -257,12 +272,12 @@ impl Peer {
     }
 
     fn after_open(&mut self, handshake_before: Option<Instant>, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
-        let handshake = self.session.as_ref().and_then(|session| session.last_handshake());
+        let handshake = self.session.as_ref().and_then(Session::last_handshake);
         if handshake != handshake_before {
             let first = handshake_before.is_none();
             cx.counters.sessions_established += 1;
             self.last_handshake = handshake;
-            self.handshake_waits = false;
+            self.handshake_waits = None;
             self.unheard_since = None;
             if first {
                 self.ping_soon(now);
@@ -344,4 +359,56 @@ fn count_refused(why: Refused, cx: &mut Common) {
         Refused::Flood => &mut cx.counters.wg_flood,
     };
     *counter += 1;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::{AGENT, DESKTOP, World, ms};
+    use codervpn_wire::node::coder_address;
+
+    /// Sends what a device may not hand in.
+    fn send_from_agent(world: &mut World, packet: &[u8]) {
+        let now = world.now;
+        let party = world.agent();
+        let engine = &mut party.engine;
+        let slot = engine.peers.slot_of_id(DESKTOP).unwrap();
+        engine.peers.get_mut(slot).unwrap().send(packet, &mut engine.cx, &mut party.out, now);
+        world.run(ms(5));
+    }
+
+    #[test]
+    fn t31_a_tsmp_ping_of_an_agent_is_answered_and_no_tsmp_reaches_the_device() {
+        let mut world = World::connected();
+        let (agent, desktop) = (coder_address(AGENT), world.client().address);
+        let mut packet = [0; 64];
+        let len = tsmp::write_ping(agent, desktop, &[7; 8], &mut packet).unwrap();
+        let before = world.parties[1].engine.peer(DESKTOP, world.start).unwrap().rx_bytes;
+        send_from_agent(&mut world, &packet[..len]);
+        assert!(world.client().out.delivered.is_empty());
+        assert_eq!(world.client().engine.counters().tsmp, 1);
+        // The agent's engine consumes the pong.
+        assert_eq!(world.agent().engine.counters().tsmp, 1);
+        assert_eq!(
+            world.parties[1].engine.peer(DESKTOP, world.start).unwrap().rx_bytes - before,
+            tsmp::PONG_LEN as u64
+        );
+        assert!(world.agent().out.delivered.is_empty());
+    }
+
+    #[test]
+    fn t29_inner_packets_for_others_or_too_large_are_dropped() {
+        let mut world = World::connected();
+        let (agent, desktop) = (coder_address(AGENT), world.client().address);
+        let now = world.now;
+        crate::sim::open_inbound(world.client(), now);
+        let other = "fd60:627a:a42b::7".parse().unwrap();
+        send_from_agent(&mut world, &crate::sim::udp(agent, other, 1, 2, b"x"));
+        send_from_agent(&mut world, &crate::sim::udp(agent, desktop, 1, 2, &[0; 1300]));
+        send_from_agent(&mut world, &[0x45; 60]);
+        let counters = world.client().engine.counters();
+        assert_eq!((counters.inner_foreign_destination, counters.inner_malformed), (1, 1));
+        assert_eq!(counters.wg_malformed, 1, "IPv4");
+        assert!(world.client().out.delivered.is_empty());
+    }
 }
