@@ -4,6 +4,8 @@
 
 use std::process::Command;
 
+pub(crate) mod bus;
+
 const INSIDE: &str = "CODERVPN_HOST_TEST_INSIDE";
 
 /// Runs `body` in new network and mount namespaces (and as mapped root in a user namespace where
