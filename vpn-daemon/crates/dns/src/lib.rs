@@ -15,7 +15,7 @@
 //! The zone has four kinds of records, one record set per answer and no dynamic update. `hickory-server`'s catalog
 //! is asynchronous (it brings an executor into the data thread), scans all names for a miss and lower-cases owners;
 //! the forwarder relays raw messages and so needs the few fixed offsets of a message anyway. With one codec of
-//! about two hundred lines (`message`) the question is echoed byte for byte, owners are a pointer to it, nothing is
+//! some three hundred lines (`message`) the question is echoed byte for byte, owners are a pointer to it, nothing is
 //! allocated per query, and an answer cannot contain a byte of an earlier one. `hickory-proto` remains as a
 //! development dependency: the tests decode every answer with it.
 #![forbid(unsafe_code)]
@@ -28,6 +28,7 @@ mod packet;
 pub mod responder;
 pub mod self_test;
 pub mod suffix;
+mod suffix_tlds;
 mod tcp;
 #[cfg(test)]
 mod tests;

@@ -6,6 +6,8 @@
 
 use std::fmt;
 
+use crate::suffix_tlds::TOP_LEVEL_DOMAINS;
+
 /// Suffix of a deployment that names none.
 pub const DEFAULT_SUFFIX: &str = "coder";
 
@@ -157,5 +159,3 @@ const RESERVED: [&str; 6] = ["arpa", "example", "invalid", "local", "localhost",
 /// Labels below which country registries sell names.
 const REGISTRY_LABELS: [&str; 16] =
     ["ac", "co", "com", "edu", "go", "gob", "gouv", "gov", "govt", "gv", "mil", "ne", "net", "or", "org", "sch"];
-
-include!("suffix_tlds.rs");

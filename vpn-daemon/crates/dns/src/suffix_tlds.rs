@@ -1,5 +1,8 @@
-// Decides nothing: the delegated top-level domains a workspace suffix could be confused with. Common ones, sorted;
-// the rest of the root zone is brands and places that nobody would name a suffix after.
+//! Decides which single labels count as public: the delegated top-level domains a suffix could be confused with.
+//!
+//! Common ones only; the rest of the root zone is brands and places that nobody would name a suffix after.
+
+/// Sorted.
 #[rustfmt::skip]
 pub(crate) const TOP_LEVEL_DOMAINS: [&str; 863] = [
     "aaa", "aarp", "abb", "able", "abogado", "academy", "accountant", "accountants", "actor", "ads", "adult",

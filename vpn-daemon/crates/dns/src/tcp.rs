@@ -91,7 +91,8 @@ impl TcpService {
         if segment.destination == PORT && segment.is_syn {
             self.accept(segment.source, now, out);
         }
-        if segment.has_payload
+        if segment.destination == PORT
+            && segment.has_payload
             && let Some(connection) = self.connections.iter_mut().find(|c| c.port == segment.source)
         {
             connection.active = now;

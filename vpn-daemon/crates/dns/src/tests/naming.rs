@@ -2,12 +2,13 @@
 
 use std::net::Ipv6Addr;
 
+use proptest::prelude::{prop, proptest};
 use uuid::Uuid;
 
 use super::{AGENT, ask, at, id, input, workspace};
 use crate::names::{self, SkipReason, agent_address, fqdns, legacy_agent_address, own_name};
 use crate::{Agent, DNS_ADDRESS, DnsState, SelfTest, Suffix, SuffixError, SuffixRules, Workspace, Zone, ZoneHandle};
-use crate::{self_test, suffix};
+use crate::{self_test, suffix_tlds};
 
 fn parse(raw: &str) -> Result<String, SuffixError> {
     Suffix::parse(raw, &SuffixRules::default()).map(|suffix| suffix.to_string())
@@ -198,7 +199,7 @@ fn suffix_must_not_contain_what_the_machine_needs() {
 
 #[test]
 fn list_of_top_level_domains_is_sorted() {
-    assert!(suffix::TOP_LEVEL_DOMAINS.is_sorted());
+    assert!(suffix_tlds::TOP_LEVEL_DOMAINS.is_sorted());
 }
 
 /// 1.12: at most every 10 s, and a late result changes nothing.
@@ -252,5 +253,37 @@ fn thousand_agents() {
         let name: String = nibbles.chars().rev().flat_map(|digit| [digit, '.']).collect();
         let pointer = ask(&zone, &format!("{name}ip6.arpa"), 12);
         assert!(pointer.answers[0].data.to_string().contains(&format!("main.ws{n}.alice.coder.")));
+    }
+}
+
+proptest! {
+    /// D-20: through any sequence of updates each snapshot is that of its own input and of nothing before.
+    #[test]
+    fn every_snapshot_stands_for_itself(updates in prop::collection::vec(prop::collection::vec(0u16..4, 0..5), 1..6)) {
+        let handle = ZoneHandle::new();
+        let address = |w: usize, a: u16| Ipv6Addr::new(0xfd60, 0x627a, 0xa42b, 0x4000, 0, 0, w as u16, a + 1);
+        for agents in updates {
+            let mut input = input();
+            input.workspaces = agents
+                .iter()
+                .enumerate()
+                .map(|(w, count)| {
+                    let names: Vec<_> = (0..*count).map(|a| format!("a{a}")).collect();
+                    let agents: Vec<_> =
+                        names.iter().zip(0..).map(|(name, a)| (address(w, a), name.as_str())).collect();
+                    workspace(w as u128, &format!("w{w}"), &agents)
+                })
+                .collect();
+            handle.publish(&input, 0);
+            let zone = handle.load();
+            for w in 0..5 {
+                let count = agents.get(w).copied().unwrap_or(0);
+                assert_eq!(zone.addresses(&format!("w{w}.coder")).len(), usize::from(count == 1));
+                for a in 0..4 {
+                    let listed = zone.addresses(&format!("a{a}.w{w}.alice.coder")) == [address(w, a)];
+                    assert_eq!(listed, a < count);
+                }
+            }
+        }
     }
 }

@@ -150,7 +150,8 @@ fn checksum_is_verified_unless_offloaded() {
 fn anything_but_plain_packets_is_dropped() {
     let (mut responder, _) = responder();
     let good = udp(OWN, (40000, 53), &query("ws.coder", AAAA));
-    let changes: [&dyn Fn(&mut Vec<u8>); 8] = [
+    type Change<'c> = &'c dyn Fn(&mut Vec<u8>);
+    let changes: [Change<'_>; 8] = [
         &|p| p[6] = 0,
         &|p| p[6] = 44,
         &|p| p[0] = 0x45,
