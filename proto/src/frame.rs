@@ -27,15 +27,11 @@ pub fn encode<M: Message>(message: &M, limit: usize) -> Result<Bytes, EncodeErro
     if length == 0 {
         return Err(EncodeError::NoBody);
     }
-    let prefix = u32::try_from(length)
-        .ok()
-        .filter(|_| length <= limit.min(MAX_BODY))
-        .ok_or(EncodeError::TooLarge { length })?;
+    let prefix =
+        u32::try_from(length).ok().filter(|_| length <= limit.min(MAX_BODY)).ok_or(EncodeError::TooLarge { length })?;
     let mut frame = BytesMut::with_capacity(LENGTH + length);
     frame.put_u32(prefix);
-    message
-        .encode(&mut frame)
-        .expect("the buffer grows as needed");
+    message.encode(&mut frame).expect("the buffer grows as needed");
     Ok(frame.freeze())
 }
 
@@ -55,10 +51,7 @@ impl Decoder {
     /// `limit` is the largest body to accept, at most [`MAX_BODY`].
     #[must_use]
     pub fn new(limit: usize) -> Self {
-        Self {
-            limit: limit.min(MAX_BODY),
-            buffer: BytesMut::new(),
-        }
+        Self { limit: limit.min(MAX_BODY), buffer: BytesMut::new() }
     }
 
     pub fn feed(&mut self, bytes: &[u8]) {
@@ -81,10 +74,7 @@ impl Decoder {
         let stated = u32::from_be_bytes(*prefix);
         let length = usize::try_from(stated).unwrap_or(usize::MAX);
         if length > self.limit {
-            return Err(FrameError::TooLarge {
-                length: stated,
-                limit: self.limit,
-            });
+            return Err(FrameError::TooLarge { length: stated, limit: self.limit });
         }
         if self.buffer.len() - LENGTH < length {
             return Ok(None);
@@ -95,11 +85,7 @@ impl Decoder {
 
     /// Judges the end of the stream: orderly between frames only.
     pub fn finish(&self) -> Result<(), FrameError> {
-        if self.buffer.is_empty() {
-            Ok(())
-        } else {
-            Err(FrameError::Truncated)
-        }
+        if self.buffer.is_empty() { Ok(()) } else { Err(FrameError::Truncated) }
     }
 }
 

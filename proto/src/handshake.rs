@@ -84,9 +84,7 @@ impl HeaderReader {
                 self.content.extend_from_slice(looked_at);
                 self.read += looked_at.len();
                 if self.read == MAX_HEADER {
-                    return Err(HandshakeError::TooLong {
-                        header: escape(&self.content),
-                    });
+                    return Err(HandshakeError::TooLong { header: escape(&self.content) });
                 }
                 Ok(Feed::More)
             }
@@ -101,37 +99,23 @@ impl HeaderReader {
 }
 
 /// Checks a header line without its line feed and settles the version.
-pub fn validate(
-    content: &[u8],
-    expected: Role,
-    ours: &VersionList,
-) -> Result<Version, HandshakeError> {
+pub fn validate(content: &[u8], expected: Role, ours: &VersionList) -> Result<Version, HandshakeError> {
     let header = || escape(content);
     let text = std::str::from_utf8(content)
         .ok()
         .filter(|text| text.is_ascii())
         .ok_or_else(|| HandshakeError::NotAHeader { header: header() })?;
     let mut parts = text.split(' ');
-    let (Some(PREAMBLE), Some(role), Some(versions), None) =
-        (parts.next(), parts.next(), parts.next(), parts.next())
+    let (Some(PREAMBLE), Some(role), Some(versions), None) = (parts.next(), parts.next(), parts.next(), parts.next())
     else {
         return Err(HandshakeError::NotAHeader { header: header() });
     };
     if role != expected.name() {
-        return Err(HandshakeError::WrongRole {
-            expected,
-            header: header(),
-        });
+        return Err(HandshakeError::WrongRole { expected, header: header() });
     }
-    let theirs = VersionList::parse(versions).map_err(|reason| HandshakeError::BadVersion {
-        reason,
-        header: header(),
-    })?;
-    ours.negotiate(&theirs)
-        .ok_or_else(|| HandshakeError::NoCommonVersion {
-            ours: ours.clone(),
-            theirs,
-        })
+    let theirs =
+        VersionList::parse(versions).map_err(|reason| HandshakeError::BadVersion { reason, header: header() })?;
+    ours.negotiate(&theirs).ok_or_else(|| HandshakeError::NoCommonVersion { ours: ours.clone(), theirs })
 }
 
 /// Why a connection never got past its header lines. `header` is the peer's,
@@ -145,15 +129,9 @@ pub enum HandshakeError {
     #[error("the other end is not a CoderVPN {expected}: \"{header}\"")]
     WrongRole { expected: Role, header: String },
     #[error("the other end sent a malformed version ({reason}): \"{header}\"")]
-    BadVersion {
-        reason: VersionError,
-        header: String,
-    },
+    BadVersion { reason: VersionError, header: String },
     #[error("no common protocol version: we speak {ours}, the other end {theirs}")]
-    NoCommonVersion {
-        ours: VersionList,
-        theirs: VersionList,
-    },
+    NoCommonVersion { ours: VersionList, theirs: VersionList },
 }
 
 /// Printable ASCII as it is, the rest as escapes, at most [`MAX_HEADER`] bytes.
@@ -182,41 +160,13 @@ mod tests {
     #[test]
     fn vectors_of_9_1() {
         for (role, version, hex) in [
-            (
-                Role::Manager,
-                "1.3",
-                "636f64657276706e206d616e6167657220312e330a",
-            ),
-            (
-                Role::Tunnel,
-                "1.3",
-                "636f64657276706e2074756e6e656c20312e330a",
-            ),
-            (
-                Role::Client,
-                "1.3",
-                "636f64657276706e20636c69656e7420312e330a",
-            ),
-            (
-                Role::Service,
-                "1.3",
-                "636f64657276706e207365727669636520312e330a",
-            ),
-            (
-                Role::Client,
-                "1.1",
-                "636f64657276706e20636c69656e7420312e310a",
-            ),
-            (
-                Role::Tunnel,
-                "1.2",
-                "636f64657276706e2074756e6e656c20312e320a",
-            ),
-            (
-                Role::Tunnel,
-                "1.3,2.0",
-                "636f64657276706e2074756e6e656c20312e332c322e300a",
-            ),
+            (Role::Manager, "1.3", "636f64657276706e206d616e6167657220312e330a"),
+            (Role::Tunnel, "1.3", "636f64657276706e2074756e6e656c20312e330a"),
+            (Role::Client, "1.3", "636f64657276706e20636c69656e7420312e330a"),
+            (Role::Service, "1.3", "636f64657276706e207365727669636520312e330a"),
+            (Role::Client, "1.1", "636f64657276706e20636c69656e7420312e310a"),
+            (Role::Tunnel, "1.2", "636f64657276706e2074756e6e656c20312e320a"),
+            (Role::Tunnel, "1.3,2.0", "636f64657276706e2074756e6e656c20312e332c322e300a"),
         ] {
             let versions = VersionList::parse(version).unwrap();
             let line = header_line(role, &versions);
@@ -242,19 +192,10 @@ mod tests {
 
     #[test]
     fn reject_table_of_2_4() {
-        let not_a_header = |c: &str| HandshakeError::NotAHeader {
-            header: c.to_owned(),
-        };
-        let wrong_role = |c: &str| HandshakeError::WrongRole {
-            expected: Role::Manager,
-            header: c.to_owned(),
-        };
-        let bad_version = |reason: VersionError| {
-            move |c: &str| HandshakeError::BadVersion {
-                reason,
-                header: c.replace('\r', "\\r"),
-            }
-        };
+        let not_a_header = |c: &str| HandshakeError::NotAHeader { header: c.to_owned() };
+        let wrong_role = |c: &str| HandshakeError::WrongRole { expected: Role::Manager, header: c.to_owned() };
+        let bad_version =
+            |reason: VersionError| move |c: &str| HandshakeError::BadVersion { reason, header: c.replace('\r', "\\r") };
         type Expected<'a> = &'a dyn Fn(&str) -> HandshakeError;
         let cases: [(&str, Expected<'_>); 14] = [
             ("codervpn manager", &not_a_header),
@@ -264,52 +205,25 @@ mod tests {
             ("codervpn cats 1.3", &wrong_role),
             ("codervpn tunnel 1.3", &wrong_role),
             ("codervpn 1.3 manager", &wrong_role),
-            (
-                "codervpn manager 1.0,1.2",
-                &bad_version(VersionError::NotAscending),
-            ),
-            (
-                "codervpn manager 2.0,3.1,1.2",
-                &bad_version(VersionError::NotAscending),
-            ),
-            (
-                "codervpn manager 0.1",
-                &bad_version(VersionError::MajorZero),
-            ),
-            (
-                "codervpn manager 1",
-                &bad_version(VersionError::NotTwoNumbers),
-            ),
-            (
-                "codervpn manager 1.x",
-                &bad_version(VersionError::NotTwoNumbers),
-            ),
-            ("codervpn manager 2.0", &|_| {
-                HandshakeError::NoCommonVersion {
-                    ours: ours(),
-                    theirs: VersionList::parse("2.0").unwrap(),
-                }
+            ("codervpn manager 1.0,1.2", &bad_version(VersionError::NotAscending)),
+            ("codervpn manager 2.0,3.1,1.2", &bad_version(VersionError::NotAscending)),
+            ("codervpn manager 0.1", &bad_version(VersionError::MajorZero)),
+            ("codervpn manager 1", &bad_version(VersionError::NotTwoNumbers)),
+            ("codervpn manager 1.x", &bad_version(VersionError::NotTwoNumbers)),
+            ("codervpn manager 2.0", &|_| HandshakeError::NoCommonVersion {
+                ours: ours(),
+                theirs: VersionList::parse("2.0").unwrap(),
             }),
-            (
-                "codervpn manager 1.3\r",
-                &bad_version(VersionError::NotTwoNumbers),
-            ),
+            ("codervpn manager 1.3\r", &bad_version(VersionError::NotTwoNumbers)),
         ];
         for (content, expected) in cases {
-            assert_eq!(
-                validate(content.as_bytes(), Role::Manager, &ours()),
-                Err(expected(content)),
-                "{content:?}"
-            );
+            assert_eq!(validate(content.as_bytes(), Role::Manager, &ours()), Err(expected(content)), "{content:?}");
         }
         assert!(matches!(
             validate(b"\xff\x00", Role::Manager, &ours()),
             Err(HandshakeError::NotAHeader { header }) if header == "\\xff\\x00"
         ));
-        assert!(matches!(
-            validate(b"", Role::Manager, &ours()),
-            Err(HandshakeError::NotAHeader { .. })
-        ));
+        assert!(matches!(validate(b"", Role::Manager, &ours()), Err(HandshakeError::NotAHeader { .. })));
     }
 
     #[test]
@@ -317,19 +231,13 @@ mod tests {
         let fits = format!("codervpn tunnel {}\n", "1.3,".repeat(60).trim_end_matches(','));
         assert_eq!(fits.len(), 256);
         let (content, _) = read(fits.as_bytes()).unwrap();
-        assert!(matches!(
-            validate(&content, Role::Tunnel, &ours()),
-            Err(HandshakeError::BadVersion { .. })
-        ));
+        assert!(matches!(validate(&content, Role::Tunnel, &ours()), Err(HandshakeError::BadVersion { .. })));
 
         let too_long = format!("codervpn tunnel {}\n", "1".repeat(240));
         let mut reader = HeaderReader::default();
         assert_eq!(reader.feed(&too_long.as_bytes()[..255]), Ok(Feed::More));
         // Fails on the 256th byte, before the line feed was looked at.
-        assert!(matches!(
-            reader.feed(&too_long.as_bytes()[255..256]),
-            Err(HandshakeError::TooLong { .. })
-        ));
+        assert!(matches!(reader.feed(&too_long.as_bytes()[255..256]), Err(HandshakeError::TooLong { .. })));
     }
 
     #[test]

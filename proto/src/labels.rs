@@ -104,16 +104,8 @@ impl ext::FindingLevel {
 }
 
 impl ext::Failure {
-    pub fn new(
-        code: ext::FailureCode,
-        message: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> Self {
-        Self {
-            code: code.into(),
-            message: message.into(),
-            remedy: remedy.into(),
-        }
+    pub fn new(code: ext::FailureCode, message: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { code: code.into(), message: message.into(), remedy: remedy.into() }
     }
 
     /// Message and remedy in one text, for `error_message` fields.
@@ -141,25 +133,16 @@ mod tests {
             ext::ControlState::Off,
         ] {
             let word = state.label().unwrap();
-            assert_eq!(
-                state.as_str_name(),
-                format!("CONTROL_STATE_{}", word.to_uppercase())
-            );
+            assert_eq!(state.as_str_name(), format!("CONTROL_STATE_{}", word.to_uppercase()));
         }
         for number in 1..=6 {
             let mode = ext::DnsMode::try_from(number).unwrap();
             let word = mode.label().unwrap().replace('-', "_");
-            assert_eq!(
-                mode.as_str_name(),
-                format!("DNS_MODE_{}", word.to_uppercase())
-            );
+            assert_eq!(mode.as_str_name(), format!("DNS_MODE_{}", word.to_uppercase()));
         }
         for number in 1..=10 {
             let status = vpn::workspace::Status::try_from(number).unwrap();
-            assert_eq!(
-                Some(status.as_str_name().to_lowercase().as_str()),
-                status.label()
-            );
+            assert_eq!(Some(status.as_str_name().to_lowercase().as_str()), status.label());
         }
         assert_eq!(ext::PathKind::None.label(), None);
     }

@@ -19,11 +19,7 @@ struct Url<'a>(&'a str);
 
 impl fmt::Debug for Url<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.contains('@') {
-            f.write_str("<hidden>")
-        } else {
-            fmt::Debug::fmt(self.0, f)
-        }
+        if self.0.contains('@') { f.write_str("<hidden>") } else { fmt::Debug::fmt(self.0, f) }
     }
 }
 
@@ -84,10 +80,7 @@ mod tests {
             msg: Some(vpn::client_message::Msg::Start(vpn::StartRequest {
                 coder_url: "https://user:MARKER@coder.example.com".into(),
                 api_token: "MARKER".into(),
-                headers: vec![vpn::start_request::Header {
-                    name: "X-Auth".into(),
-                    value: "MARKER".into(),
-                }],
+                headers: vec![vpn::start_request::Header { name: "X-Auth".into(), value: "MARKER".into() }],
                 ..Default::default()
             })),
         };
@@ -95,16 +88,10 @@ mod tests {
             request: Some(ext::client_ext::Request::Check(ext::CheckRequest {
                 url: "https://MARKER@coder.example.com".into(),
                 token: "MARKER".into(),
-                headers: vec![ext::Header {
-                    name: "X-Auth".into(),
-                    value: "MARKER".into(),
-                }],
+                headers: vec![ext::Header { name: "X-Auth".into(), value: "MARKER".into() }],
             })),
         };
-        let resume = tailnet::RefreshResumeTokenResponse {
-            token: "MARKER".into(),
-            ..Default::default()
-        };
+        let resume = tailnet::RefreshResumeTokenResponse { token: "MARKER".into(), ..Default::default() };
         let printed = format!("{start:?} {start:#?} {check:?} {check:#?} {resume:?} {resume:#?}");
         assert!(!printed.contains("MARKER"), "{printed}");
         assert!(printed.contains("X-Auth") && printed.contains("<hidden>"));

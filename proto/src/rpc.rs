@@ -8,8 +8,7 @@ use crate::handshake::Role;
 use crate::ids::RequestId;
 use crate::version::Version;
 use crate::vpn::{
-    self, client_message as client, manager_message as manager, service_message as service,
-    tunnel_message as tunnel,
+    self, client_message as client, manager_message as manager, service_message as service, tunnel_message as tunnel,
 };
 
 /// One end of a connection: what it sends, what it receives, what it is, and
@@ -59,10 +58,7 @@ macro_rules! message {
             type Body = $body;
 
             fn new(rpc: Option<vpn::Rpc>, body: $body) -> Self {
-                Self {
-                    rpc,
-                    msg: Some(body),
-                }
+                Self { rpc, msg: Some(body) }
             }
 
             fn into_parts(self) -> (Option<vpn::Rpc>, Option<$body>) {
@@ -269,14 +265,9 @@ impl Body for service::Msg {
     fn answers(&self, request: Kind) -> bool {
         match self.kind() {
             Kind::StartProgress | Kind::UnknownExt => false,
-            Kind::Failed => matches!(
-                request,
-                Kind::Check
-                    | Kind::Ping
-                    | Kind::Diagnostics
-                    | Kind::Workspaces
-                    | Kind::UnknownExt
-            ),
+            Kind::Failed => {
+                matches!(request, Kind::Check | Kind::Ping | Kind::Diagnostics | Kind::Workspaces | Kind::UnknownExt)
+            }
             kind => kind == request,
         }
     }
@@ -290,14 +281,11 @@ impl Body for service::Msg {
                 lifecycle: status.lifecycle,
                 error_message: TOO_LARGE.into(),
                 peer_update: Some(vpn::PeerUpdate::default()),
-                ext: status.ext.clone().map(|ext| ext::StatusExt {
-                    agents: Vec::new(),
-                    ..ext
-                }),
+                ext: status.ext.clone().map(|ext| ext::StatusExt { agents: Vec::new(), ..ext }),
             })),
-            Self::Ext(_) => Some(Self::Ext(ext::ServiceExt {
-                reply: Some(ext::service_ext::Reply::Failed(too_large_failure())),
-            })),
+            Self::Ext(_) => {
+                Some(Self::Ext(ext::ServiceExt { reply: Some(ext::service_ext::Reply::Failed(too_large_failure())) }))
+            }
             Self::StartProgress(_) => None,
         }
     }
@@ -308,19 +296,11 @@ fn too_large_failure() -> ext::Failure {
 }
 
 fn too_large_start() -> vpn::StartResponse {
-    vpn::StartResponse {
-        success: false,
-        error_message: TOO_LARGE.into(),
-        ext: None,
-    }
+    vpn::StartResponse { success: false, error_message: TOO_LARGE.into(), ext: None }
 }
 
 fn too_large_stop() -> vpn::StopResponse {
-    vpn::StopResponse {
-        success: false,
-        error_message: TOO_LARGE.into(),
-        ext: None,
-    }
+    vpn::StopResponse { success: false, error_message: TOO_LARGE.into(), ext: None }
 }
 
 /// What arrived, sorted by the receiving rules of section 4.
@@ -369,21 +349,9 @@ pub fn one_way<M: Message>(body: M::Body) -> M {
 }
 
 pub fn request<M: Message>(id: RequestId, body: M::Body) -> M {
-    M::new(
-        Some(vpn::Rpc {
-            msg_id: id.to_u64(),
-            response_to: 0,
-        }),
-        body,
-    )
+    M::new(Some(vpn::Rpc { msg_id: id.to_u64(), response_to: 0 }), body)
 }
 
 pub fn reply<M: Message>(id: RequestId, body: M::Body) -> M {
-    M::new(
-        Some(vpn::Rpc {
-            msg_id: 0,
-            response_to: id.to_u64(),
-        }),
-        body,
-    )
+    M::new(Some(vpn::Rpc { msg_id: 0, response_to: id.to_u64() }), body)
 }

@@ -96,11 +96,7 @@ impl Limits {
 ///
 /// Must be called within a tokio runtime. On failure reader and writer are
 /// dropped, which closes the connection.
-pub async fn connect<E, R, W>(
-    reader: R,
-    writer: W,
-    limits: Limits,
-) -> Result<(Speaker<E>, Inbox<E>), ConnectError>
+pub async fn connect<E, R, W>(reader: R, writer: W, limits: Limits) -> Result<(Speaker<E>, Inbox<E>), ConnectError>
 where
     E: End,
     R: AsyncRead + Send + Unpin + 'static,
@@ -112,9 +108,7 @@ where
     tokio::spawn(read::run(reader, decoder, Arc::clone(&shared)));
     tokio::spawn(write::run(writer, Arc::clone(&shared)));
     let guard = Arc::new(Guard(shared));
-    let inbox = Inbox {
-        guard: Arc::clone(&guard),
-    };
+    let inbox = Inbox { guard: Arc::clone(&guard) };
     Ok((Speaker { guard }, inbox))
 }
 
@@ -139,9 +133,7 @@ pub struct Speaker<E: End> {
 
 impl<E: End> Clone for Speaker<E> {
     fn clone(&self) -> Self {
-        Self {
-            guard: Arc::clone(&self.guard),
-        }
+        Self { guard: Arc::clone(&self.guard) }
     }
 }
 
@@ -160,17 +152,11 @@ impl<E: End> Speaker<E> {
 
     /// Sends a request and waits for its reply, at most for `limit` if given,
     /// the wait for room in the queue included. May be dropped at any time.
-    pub async fn request(
-        &self,
-        body: SendBody<E>,
-        limit: Option<Duration>,
-    ) -> Result<ReceiveBody<E>, RequestError> {
+    pub async fn request(&self, body: SendBody<E>, limit: Option<Duration>) -> Result<ReceiveBody<E>, RequestError> {
         let exchange = self.exchange(body);
         match limit {
             None => exchange.await,
-            Some(limit) => timeout(limit, exchange)
-                .await
-                .unwrap_or(Err(RequestError::TimedOut)),
+            Some(limit) => timeout(limit, exchange).await.unwrap_or(Err(RequestError::TimedOut)),
         }
     }
 
@@ -181,16 +167,8 @@ impl<E: End> Speaker<E> {
         }
         let room = self.guard.room().await?;
         let waiting = self.guard.send_request(body, room)?;
-        let body = waiting
-            .reply()
-            .await
-            .map_err(RequestError::Closed)?
-            .ok_or(RequestError::NotSupported)?;
-        if body.answers(kind) {
-            Ok(body)
-        } else {
-            Err(RequestError::UnexpectedReply(body.kind()))
-        }
+        let body = waiting.reply().await.map_err(RequestError::Closed)?.ok_or(RequestError::NotSupported)?;
+        if body.answers(kind) { Ok(body) } else { Err(RequestError::UnexpectedReply(body.kind())) }
     }
 
     /// Sends a one-way message; waits for room in the queue. `Ok` means that it
@@ -258,19 +236,13 @@ impl<E: End> Broadcast<E> {
     pub fn new(body: SendBody<E>) -> Result<Self, EncodeError> {
         debug_assert!(body.may_be_one_way(), "{:?} needs a reply", body.kind());
         let frame = frame::encode(&rpc::one_way::<E::Send>(body), MAX_BODY)?;
-        Ok(Self {
-            frame,
-            end: std::marker::PhantomData,
-        })
+        Ok(Self { frame, end: std::marker::PhantomData })
     }
 }
 
 impl<E: End> Clone for Broadcast<E> {
     fn clone(&self) -> Self {
-        Self {
-            frame: self.frame.clone(),
-            end: std::marker::PhantomData,
-        }
+        Self { frame: self.frame.clone(), end: std::marker::PhantomData }
     }
 }
 
@@ -293,12 +265,9 @@ impl<E: End> Inbox<E> {
     pub async fn next(&mut self) -> Option<Incoming<E>> {
         Some(match self.guard.next_arrived().await? {
             Arrived::OneWay(body) => Incoming::OneWay(body),
-            Arrived::Request(id, body) => Incoming::Request(Request {
-                id,
-                kind: body.kind(),
-                body: Some(body),
-                guard: Arc::clone(&self.guard),
-            }),
+            Arrived::Request(id, body) => {
+                Incoming::Request(Request { id, kind: body.kind(), body: Some(body), guard: Arc::clone(&self.guard) })
+            }
         })
     }
 
@@ -366,10 +335,7 @@ impl<E: End> Request<E> {
         match (encoded, substitute) {
             (Err(error @ EncodeError::TooLarge { .. }), Some(substitute)) => {
                 tracing::error!(request = %self.id, kind = ?self.kind, %error, "a failure is sent instead");
-                Ok(frame::encode(
-                    &rpc::reply::<E::Send>(self.id, substitute),
-                    MAX_BODY,
-                )?)
+                Ok(frame::encode(&rpc::reply::<E::Send>(self.id, substitute), MAX_BODY)?)
             }
             (encoded, _) => Ok(encoded?),
         }

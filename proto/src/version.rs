@@ -64,10 +64,7 @@ impl VersionList {
 
     /// Parses the third part of a header line.
     pub fn parse(text: &str) -> Result<Self, VersionError> {
-        let versions = text
-            .split(',')
-            .map(parse_version)
-            .collect::<Result<Vec<_>, _>>()?;
+        let versions = text.split(',').map(parse_version).collect::<Result<Vec<_>, _>>()?;
         Self::new(versions)
     }
 

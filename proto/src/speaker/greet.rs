@@ -40,9 +40,7 @@ where
     match timeout(handshake::TIMEOUT, both).await {
         Ok(Ok(((), version))) => Ok((version, decoder)),
         Ok(Err(error)) => Err(error),
-        Err(_) => Err(ConnectError::TimedOut {
-            header: header.content().escape_ascii().to_string(),
-        }),
+        Err(_) => Err(ConnectError::TimedOut { header: header.content().escape_ascii().to_string() }),
     }
 }
 

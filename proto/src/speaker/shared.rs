@@ -64,7 +64,9 @@ struct Queued {
 
 enum Place {
     /// Gives its room back when it leaves the queue.
-    Room { _room: Room },
+    Room {
+        _room: Room,
+    },
     Slot(Slot),
     /// The last frame, for which there is always room.
     Last,
@@ -114,19 +116,14 @@ impl<E: End> Shared<E> {
     // ---- Sending ----------------------------------------------------------
 
     pub(super) async fn room(&self) -> Result<Room, SendError> {
-        Arc::clone(&self.room)
-            .acquire_owned()
-            .await
-            .map_err(|_| self.closed_error())
+        Arc::clone(&self.room).acquire_owned().await.map_err(|_| self.closed_error())
     }
 
     pub(super) fn try_room(&self) -> Result<Room, SendError> {
-        Arc::clone(&self.room)
-            .try_acquire_owned()
-            .map_err(|error| match error {
-                TryAcquireError::NoPermits => SendError::Full,
-                TryAcquireError::Closed => self.closed_error(),
-            })
+        Arc::clone(&self.room).try_acquire_owned().map_err(|error| match error {
+            TryAcquireError::NoPermits => SendError::Full,
+            TryAcquireError::Closed => self.closed_error(),
+        })
     }
 
     pub(super) fn push(&self, frame: Bytes, room: Room) -> Result<(), SendError> {
@@ -145,9 +142,7 @@ impl<E: End> Shared<E> {
         }
         if let Place::Slot(slot) = place {
             // The queue holds `queued_frames` and one of each slot at most.
-            state
-                .queue
-                .retain(|queued| !matches!(queued.place, Place::Slot(other) if other == slot));
+            state.queue.retain(|queued| !matches!(queued.place, Place::Slot(other) if other == slot));
         }
         state.queue.push_back(Queued { frame, place });
         drop(state);
@@ -162,19 +157,12 @@ impl<E: End> Shared<E> {
             drop(state);
             return Err(self.closed_error());
         }
-        state.queue.push_back(Queued {
-            frame,
-            place: Place::Last,
-        });
+        state.queue.push_back(Queued { frame, place: Place::Last });
         self.begin_close(state);
         Ok(())
     }
 
-    pub(super) fn send_request(
-        self: &Arc<Self>,
-        body: SendBody<E>,
-        room: Room,
-    ) -> Result<Waiting<E>, RequestError> {
+    pub(super) fn send_request(self: &Arc<Self>, body: SendBody<E>, room: Room) -> Result<Waiting<E>, RequestError> {
         let mut state = self.state();
         if !state.accepting {
             drop(state);
@@ -186,17 +174,10 @@ impl<E: End> Shared<E> {
         let frame = frame::encode(&rpc::request::<E::Send>(id, body), MAX_BODY)?;
         let (sender, receiver) = oneshot::channel();
         state.waiting.insert(id, sender);
-        state.queue.push_back(Queued {
-            frame,
-            place: Place::Room { _room: room },
-        });
+        state.queue.push_back(Queued { frame, place: Place::Room { _room: room } });
         drop(state);
         self.writable.notify_one();
-        Ok(Waiting {
-            id,
-            receiver,
-            shared: Arc::clone(self),
-        })
+        Ok(Waiting { id, receiver, shared: Arc::clone(self) })
     }
 
     /// For the writer.
@@ -226,11 +207,7 @@ impl<E: End> Shared<E> {
         }
     }
 
-    pub(super) fn requested(
-        &self,
-        id: RequestId,
-        body: ReceiveBody<E>,
-    ) -> Result<(), CloseReason> {
+    pub(super) fn requested(&self, id: RequestId, body: ReceiveBody<E>) -> Result<(), CloseReason> {
         let mut state = self.state();
         if state.discard || !state.accepting {
             return Ok(());
@@ -260,10 +237,7 @@ impl<E: End> Shared<E> {
         while state.unread > self.limits.unread_messages
             || (state.unread_bytes > self.limits.unread_bytes && state.unread > 1)
         {
-            let oldest = state
-                .inbox
-                .iter()
-                .position(|(arrived, _)| matches!(arrived, Arrived::OneWay(_)));
+            let oldest = state.inbox.iter().position(|(arrived, _)| matches!(arrived, Arrived::OneWay(_)));
             let Some((_, size)) = oldest.and_then(|oldest| state.inbox.remove(oldest)) else {
                 break;
             };
@@ -378,9 +352,7 @@ impl<E: End> Shared<E> {
 
     pub(super) async fn ended(&self) -> CloseReason {
         let mut phase = self.phase.subscribe();
-        let ended = phase
-            .wait_for(|phase| matches!(phase, Phase::Ended(_)))
-            .await;
+        let ended = phase.wait_for(|phase| matches!(phase, Phase::Ended(_))).await;
         match ended.as_deref() {
             Ok(Phase::Ended(reason)) => reason.clone(),
             _ => CloseReason::Local,
