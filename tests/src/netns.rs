@@ -65,6 +65,7 @@ pub struct Setup {
     programs: bool,
     foreign: bool,
     resolved: bool,
+    tun: bool,
     limit: Duration,
 }
 
@@ -77,7 +78,14 @@ impl Default for Setup {
 impl Setup {
     /// No programs built, uid 0 only, 120 s.
     pub fn new() -> Self {
-        Self { uids: false, programs: false, foreign: false, resolved: false, limit: Duration::from_secs(120) }
+        Self {
+            uids: false,
+            programs: false,
+            foreign: false,
+            resolved: false,
+            tun: false,
+            limit: Duration::from_secs(120),
+        }
     }
 
     /// Several real uids are needed: no user namespace, so only as real root.
@@ -106,6 +114,13 @@ impl Setup {
     #[must_use]
     pub fn resolved(mut self) -> Self {
         self.resolved = true;
+        self
+    }
+
+    /// A TUN device is needed; without access to `/dev/net/tun` the test is skipped.
+    #[must_use]
+    pub fn tun(mut self) -> Self {
+        self.tun = true;
         self
     }
 
@@ -161,6 +176,9 @@ impl Setup {
     /// executable inside. Its arguments are still to be given.
     fn prepare(&self) -> anyhow::Result<Command> {
         let flags = unshare_flags(self.uids)?;
+        if self.tun {
+            tun_available()?;
+        }
         let mut command = Command::new("setpriv");
         // Whatever ends this process also ends the namespaces.
         command.args(["--pdeathsig", "KILL", "--", "unshare"]).args(flags).arg("--");

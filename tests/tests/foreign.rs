@@ -200,8 +200,7 @@ fn coordinator_can_be_an_older_server() {
 /// In namespaces of their own joined by cables, as two machines are.
 #[test]
 fn client_with_a_tun_device_reaches_an_agent_elsewhere() {
-    Setup::new().foreign().run(async || -> anyhow::Result<()> {
-        netns::tun_available()?;
+    Setup::new().foreign().tun().run(async || -> anyhow::Result<()> {
         let (server, machine) = (netns::Namespace::new("server")?, netns::Namespace::new("agent")?);
         server.join("10.99.1.2/24", "10.99.1.1/24")?;
         machine.join_to(&server, "10.99.2.2/24", "10.99.2.1/24")?;
