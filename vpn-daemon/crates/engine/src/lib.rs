@@ -228,10 +228,9 @@ impl Engine {
             match peer.tick(&mut self.cx, sink, now) {
                 After::Nothing => {}
                 After::Forget => self.forget(slot, now),
-                After::ApplyDeferred => {
-                    if let Some((id, node)) = peer.deferred.take().map(|node| (peer.id, node)) {
-                        self.set_node(id, node, now, sink);
-                    }
+                After::Apply(node) => {
+                    let id = peer.id;
+                    self.set_node(id, node, now, sink);
                 }
             }
         }

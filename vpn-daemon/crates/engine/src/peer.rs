@@ -87,13 +87,12 @@ pub(crate) struct Peer {
 }
 
 /// What the table has to do after a tick.
-#[derive(PartialEq, Eq, Debug)]
 pub(crate) enum After {
     Nothing,
     /// The peer's node is forgotten: unindex its key; drop the peer if it is no destination.
     Forget,
-    /// `deferred` may be applied now.
-    ApplyDeferred,
+    /// This node had to wait and may be applied now.
+    Apply(Box<Node>),
 }
 
 impl Peer {
@@ -279,11 +278,10 @@ impl Peer {
         }
         self.tick_session(cx, sink, now);
         self.tick_pings(cx, sink, now);
-        if self.deferred.is_some() && self.deferred_at().is_none_or(|at| at <= now) {
-            return After::ApplyDeferred;
-        }
+        let due = self.deferred_at().is_none_or(|at| at <= now);
+        let node = if due { self.deferred.take() } else { None };
         self.settle(cx, now);
-        After::Nothing
+        node.map_or(After::Nothing, After::Apply)
     }
 
     /// A relay connection came up: what waited for it goes on.

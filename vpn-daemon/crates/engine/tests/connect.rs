@@ -425,6 +425,70 @@ fn another_region_is_asked_for_when_an_agent_lives_there() {
 }
 
 #[test]
+fn an_agent_heard_on_our_own_relay_is_answered_there() {
+    let mut world = World::new(|now| vec![Party::client(1, now), Party::agent(AGENT, 2, now)]);
+    let now = world.now;
+    for party in &mut world.parties {
+        party.apply(Command::DerpMap(map(&[1, 2])), now);
+        let latency = codervpn_engine::RelayLatency {
+            region: region(1),
+            family: codervpn_wire::node::Family::V4,
+            latency: ms(5),
+        };
+        party.apply(Command::RelayLatencies(vec![latency]), now);
+        party.apply(Command::RelayUp(region(1)), now);
+    }
+    world.client().apply(Command::AddDestination(AGENT), now);
+    let (client, mut agent) = (world.client().node(), world.agent().node());
+    agent.home = Some(region(2));
+    world.agent().apply(Command::Node { id: DESKTOP, node: client }, now);
+    world.client().apply(Command::Node { id: AGENT, node: agent }, now);
+    world.client().apply(Command::ReadyForHandshake(AGENT), now);
+    let (there, back) = (world.client_to_agent(b"there"), world.agent_to_client(b"back"));
+    world.client().tun(&there, now);
+    world.run(ms(10));
+    assert!(world.agent().out.delivered.is_empty(), "its home is not connected");
+    assert_eq!(world.client().engine.peer(AGENT, now).unwrap().path, None);
+
+    let now = world.now;
+    world.agent().tun(&back, now);
+    world.run(ms(10));
+    assert_eq!(world.agent().out.delivered.pop_front(), Some(there), "by the reverse route");
+    let path = Some(codervpn_engine::Path::Relay(region(1)));
+    assert_eq!(world.client().engine.peer(AGENT, now).unwrap().path, path);
+    let peer = world.agent().key();
+    world.client().apply(Command::RelayPeerGone { region: region(1), peer }, now);
+    assert_eq!(world.client().engine.peer(AGENT, now).unwrap().path, None);
+}
+
+#[test]
+fn a_deferred_node_that_is_refused_later_leaves_the_peer_alive() {
+    let mut world = World::connected();
+    let now = world.now;
+    let mut other = Party::agent(AGENT, 60, now);
+    other.online(now);
+    world.client().apply(Command::Node { id: AGENT, node: other.node() }, now);
+    let mut bad = Party::agent(AGENT, 61, now);
+    bad.online(now);
+    // Deferred, and by the time it may be applied its key belongs to another agent.
+    world.client().apply(Command::Node { id: AGENT, node: bad.node() }, now);
+    let id = Uuid::from_u128(77);
+    let mut thief = Party::agent(id, 61, now);
+    thief.online(now);
+    assert_eq!(thief.key(), bad.key());
+    world.client().apply(Command::AddDestination(id), now);
+    world.client().apply(Command::Node { id, node: thief.node() }, now);
+    world.run(secs(2));
+    assert_eq!(world.client().engine.counters().node_refused, 1);
+    let now = world.now;
+    assert_eq!(world.client().engine.peer(AGENT, now).unwrap().key, Some(other.key()));
+    assert!(world.client().engine.poll_timeout().is_some(), "its 5 s for READY still run");
+    world.run(secs(4));
+    let now = world.now;
+    assert_eq!(world.client().state(AGENT, now), PeerState::Connecting);
+}
+
+#[test]
 fn t41_ten_thousand_agents_come_and_go_and_leave_nothing() {
     let mut world = World::pair();
     for n in 0..10_000u128 {

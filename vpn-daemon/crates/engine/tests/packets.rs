@@ -1,5 +1,7 @@
 //! What may pass in either direction, what is answered, and what a peer can be asked.
 
+#![allow(clippy::unwrap_used)]
+
 mod sim;
 
 use std::net::Ipv6Addr;
