@@ -162,6 +162,7 @@ impl Peer {
                 self.key_changed_at = Some(now);
             }
             self.unheard_since = None;
+            self.last_handshake = None;
         }
         if other_key || other_disco {
             self.end_session(cx, now);
@@ -237,6 +238,7 @@ impl Peer {
         self.ready_deadline = None;
         self.lost = false;
         self.forget_at = None;
+        self.last_handshake = None;
         self.heard = None;
         self.route = None;
         self.settle(cx, now);

@@ -177,6 +177,7 @@ fn t51_a_restarted_agent_is_reachable_within_milliseconds_of_its_ready() {
     let waiting = world.client_to_agent(b"SYN of an impatient user");
     world.client().tun(&waiting, now);
     assert!(world.client().sent_kinds().is_empty(), "no initiation to the new key before its READY");
+    assert_eq!(world.client().engine.peer(AGENT, now).unwrap().last_handshake, None, "that was another process");
     world.run(ms(2));
     let now = world.now;
     world.agent().apply(Command::Node { id: DESKTOP, node: client }, now);
