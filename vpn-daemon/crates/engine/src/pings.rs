@@ -23,6 +23,7 @@ use crate::sink::{Route, Sink};
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 const STATUS_IN_USE: Duration = Duration::from_secs(5);
 const STATUS_IDLE: Duration = Duration::from_secs(30);
+const IDLE_SPREAD_MS: u64 = 3000;
 /// Inner packets within this time mean "in use" (Go: `sessionActiveTimeout`).
 const IN_USE: Duration = Duration::from_secs(45);
 /// Pings under way at once: the status ping and some of the user's.
@@ -172,7 +173,9 @@ impl Peer {
         if self.may_ping(cx) && self.pings.next_status.is_some_and(|at| at <= now) {
             let _ = self.send_ping(false, cx, sink, now);
             let in_use = self.last_inner.is_some_and(|at| now.saturating_duration_since(at) < IN_USE);
-            self.pings.next_status = Some(now + if in_use { STATUS_IN_USE } else { STATUS_IDLE });
+            // Spread, so that the pings of many agents do not stay in step.
+            let spread = Duration::from_millis(u64::from(cx.jitter()) % IDLE_SPREAD_MS);
+            self.pings.next_status = Some(now + if in_use { STATUS_IN_USE } else { STATUS_IDLE - spread });
         }
     }
 

@@ -20,6 +20,8 @@ pub struct Counters {
     pub tun_unknown_peer: u64,
     /// The agent has not been heard for 30 s; answered with Destination Unreachable.
     pub tun_unreachable: u64,
+    /// The session ended in this very moment.
+    pub tun_no_session: u64,
     /// A bound of the packets held was reached.
     pub held_overflow: u64,
     /// Held for 3 s without a session.

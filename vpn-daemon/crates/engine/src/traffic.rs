@@ -136,6 +136,8 @@ impl Peer {
             sink.send(route, len);
             self.tx_bytes += packet.len() as u64;
             cx.counters.tun_sent += 1;
+        } else {
+            cx.counters.tun_no_session += 1;
         }
     }
 

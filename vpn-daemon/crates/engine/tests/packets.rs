@@ -277,7 +277,8 @@ fn status_pings_measure_the_relay_path() {
         world.run(time);
         world.client().engine.counters().disco_pongs - before
     };
-    assert_eq!(count(&mut world, secs(300)), 10, "idle: one in 30 s");
+    let idle = count(&mut world, secs(300));
+    assert!((10..=11).contains(&idle), "idle: one in 27 to 30 s, {idle}");
     let mut in_use = 0;
     for _ in 0..60 {
         let packet = world.client_to_agent(b"work");
