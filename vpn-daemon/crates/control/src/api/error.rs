@@ -42,6 +42,8 @@ pub enum ApiError {
         url: String,
         /// What came instead.
         found: String,
+        /// Its status, if it was HTTP at all.
+        status: Option<u16>,
     },
     /// The server sends us elsewhere; the token is not sent there (HTTP-18).
     #[error("{url} redirects to {location}; use that as the deployment URL")]
@@ -147,7 +149,7 @@ impl Endpoint {
 
 impl ApiError {
     pub(crate) fn not_coder(reply: &Response, found: &str) -> Self {
-        Self::NotCoder { url: reply.url.clone(), found: found.to_owned() }
+        Self::NotCoder { url: reply.url.clone(), found: found.to_owned(), status: Some(reply.status.as_u16()) }
     }
 
     /// The underlay's errors in our terms.
@@ -158,10 +160,11 @@ impl ApiError {
             HttpError::Status(reply) => classify(endpoint, &reply).unwrap_or_else(|| Self::NotCoder {
                 url: reply.url.clone(),
                 found: format!("status {} to a WebSocket upgrade", reply.status.as_u16()),
+                status: Some(reply.status.as_u16()),
             }),
-            HttpError::Protocol { url, reason } => Self::NotCoder { url, found: reason },
+            HttpError::Protocol { url, reason } => Self::NotCoder { url, found: reason, status: None },
             HttpError::TooLong { url, limit } => {
-                Self::NotCoder { url, found: format!("an answer longer than {limit} bytes") }
+                Self::NotCoder { url, found: format!("an answer longer than {limit} bytes"), status: Some(200) }
             }
             HttpError::Timeout { .. } | HttpError::Broken { .. } | HttpError::Url { .. } => {
                 Self::Unreachable { text: format!("{error}; is the deployment up, and is its URL right?") }
@@ -174,13 +177,13 @@ impl ApiError {
         match self {
             Self::Url { .. }
             | Self::TokenForm
-            | Self::NotCoder { .. }
             | Self::Redirect { .. }
             | Self::ServerTooOld { .. }
             | Self::ClientTooOld { .. }
             | Self::BrowserOnly(_) => true,
             Self::Unauthorized { class, .. } => matches!(class, Unauthorized::SignedOut | Unauthorized::Inactive),
             Self::Status(reply) => matches!(reply.status, 400 | 403 | 404 | 409 | 500),
+            Self::NotCoder { status, .. } => matches!(status, Some(400 | 403 | 404 | 409)),
             Self::Unreachable { .. } | Self::RateLimited(_) | Self::Broken { .. } => false,
         }
     }
@@ -228,9 +231,11 @@ pub(crate) fn classify(endpoint: Endpoint, response: &Response) -> Option<ApiErr
         429 => ApiError::RateLimited(reply),
         // coderd says who it is on every answer. A proxy in front of it may fail with anything (5xx); everything else
         // that is neither marked nor JSON comes from another kind of server.
-        status if !ours && status < 500 => {
-            ApiError::NotCoder { url: reply.url, found: format!("status {status}, {}", what_is(response)) }
-        }
+        status if !ours && status < 500 => ApiError::NotCoder {
+            url: reply.url,
+            found: format!("status {status}, {}", what_is(response)),
+            status: Some(status),
+        },
         _ => ApiError::Status(reply),
     })
 }

@@ -105,7 +105,7 @@ pub(super) async fn run(state: &mut State, dialed: Dialed) -> End {
         End::Stopped => calls.leave(state, &mut driver).await,
         End::Lost(_) => {
             state.emit(ControlEvent::AllPeersLost);
-            // Abrupt on purpose: we mean to come back, so peers must see us as lost, not as gone (CC-11).
+            // Without Disconnect: we mean to come back, so peers must see us as lost, not as gone (CC-11).
             session.close();
             let _ = (&mut driver.0).await;
         }
