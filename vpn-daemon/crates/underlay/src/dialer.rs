@@ -212,7 +212,7 @@ impl Dialer {
         Ok(Dialer {
             shared: Arc::new(Shared {
                 headers,
-                route: Route::new(config.proxy)?,
+                route: Route::new(config.proxy.as_ref())?,
                 resolve: Resolve::new(config.base_dns),
                 tls: TlsClient::new(config.extra_ca.as_deref())?,
             }),

@@ -242,10 +242,10 @@ pub(crate) async fn upgrade(
         let response = timeout_at(deadline, collect(response, Method::GET, name.clone(), ERROR_BODY_LIMIT))
             .await
             .map_err(|_| late())??;
-        if response.status.is_redirection() {
-            if let Some(location) = location(url, &response) {
-                return Err(HttpError::Redirect { url: name, location: shown(&location) });
-            }
+        if response.status.is_redirection()
+            && let Some(location) = location(url, &response)
+        {
+            return Err(HttpError::Redirect { url: name, location: shown(&location) });
         }
         return Err(HttpError::Status(Box::new(response)));
     }

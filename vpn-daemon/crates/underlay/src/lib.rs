@@ -33,5 +33,5 @@ pub use probe::{ProbeError, RegionLatency};
 pub use relay::{RelayAccess, RelayError};
 pub use relays::{Incoming, RelayEvent, RelayOptions, RelayPhase, RelayStatus, Relays, Sent};
 pub use stream::Connection;
-pub use tls::{TlsError, TlsFault};
+pub use tls::{Refusal, TlsError, TlsFault};
 pub use websocket::{CloseWatch, Closed, Keepalive, WebSocket};

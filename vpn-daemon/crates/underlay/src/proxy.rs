@@ -12,7 +12,7 @@ pub(crate) enum Route {
 }
 
 impl Route {
-    pub(crate) fn new(proxy: Option<Url>) -> Result<Route, ConfigError> {
+    pub(crate) fn new(proxy: Option<&Url>) -> Result<Route, ConfigError> {
         match proxy {
             None => Ok(Route::Direct),
             Some(_) => Err(ConfigError::Proxy {

@@ -378,15 +378,12 @@ impl<'a> Session<'a> {
             if now.duration_since(self.last_received) >= SILENCE {
                 return Err(RelayError::Silent(SILENCE));
             }
-            if let Some(since) = self.blocked_since {
-                if now.duration_since(since) >= STALL {
-                    return Err(RelayError::Stalled(STALL));
-                }
+            let waited = |since: Option<Instant>| since.map_or(Duration::ZERO, |since| now.duration_since(since));
+            if waited(self.blocked_since) >= STALL {
+                return Err(RelayError::Stalled(STALL));
             }
-            if let Some(since) = self.pinged {
-                if now.duration_since(since) >= PING_LIMIT {
-                    return Err(RelayError::Silent(PING_LIMIT));
-                }
+            if waited(self.pinged) >= PING_LIMIT {
+                return Err(RelayError::Silent(PING_LIMIT));
             }
             if !self.state.is_needed() {
                 return Err(RelayError::Idle);

@@ -12,9 +12,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::verify_server_name;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::ParsedCertificate;
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, Error as RustlsError, OtherError, SignatureScheme,
 };
@@ -60,16 +62,8 @@ pub enum TlsFault {
 /// Why TLS did not come about.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum TlsError {
-    #[error("{}", certificate_text(.fault, .wanted, .subject, .issuer, .detail))]
-    Certificate {
-        fault: TlsFault,
-        /// The name it should have been valid for.
-        wanted: String,
-        subject: String,
-        issuer: String,
-        /// The verifier's own words.
-        detail: String,
-    },
+    #[error(transparent)]
+    Certificate(Box<Refusal>),
     #[error(
         "no trust roots: this system has no CA certificates; install the package \
          ca-certificates or name a PEM file in network.extra_ca ({reason})"
@@ -83,29 +77,49 @@ pub enum TlsError {
     Handshake { reason: String },
 }
 
-fn certificate_text(fault: &TlsFault, wanted: &str, subject: &str, issuer: &str, detail: &str) -> String {
-    match fault {
-        TlsFault::UnknownIssuer => format!(
-            "the certificate of {wanted} (subject \"{subject}\") was issued by \"{issuer}\", \
-             which this machine does not trust; if you trust that issuer, put its certificate \
-             as PEM into a file and name the file in network.extra_ca"
-        ),
-        TlsFault::Expired => format!(
-            "the certificate of {wanted} (subject \"{subject}\", issuer \"{issuer}\") has \
-             expired; the server needs a new one (or this machine's clock is wrong): {detail}"
-        ),
-        TlsFault::NotYetValid => format!(
-            "the certificate of {wanted} (subject \"{subject}\", issuer \"{issuer}\") is not \
-             valid yet; is this machine's clock right? {detail}"
-        ),
-        TlsFault::WrongName => format!(
-            "the certificate (subject \"{subject}\", issuer \"{issuer}\") is not valid for \
-             {wanted}: {detail}"
-        ),
-        TlsFault::Other => format!(
-            "the certificate of {wanted} (subject \"{subject}\", issuer \"{issuer}\") is not \
-             acceptable: {detail}"
-        ),
+/// A certificate that was not accepted.
+#[derive(Debug, Clone)]
+pub struct Refusal {
+    pub fault: TlsFault,
+    /// The name it should have been valid for.
+    pub wanted: String,
+    pub subject: String,
+    pub issuer: String,
+    /// The verifier's own words.
+    pub detail: String,
+}
+
+impl std::error::Error for Refusal {}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Refusal { fault, wanted, subject, issuer, detail } = self;
+        match fault {
+            TlsFault::UnknownIssuer => write!(
+                f,
+                "the certificate of {wanted} (subject \"{subject}\") was issued by \"{issuer}\", which this machine \
+                 does not trust; if you trust that issuer, put its certificate as PEM into a file and name the file in \
+                 network.extra_ca"
+            ),
+            TlsFault::Expired => write!(
+                f,
+                "the certificate of {wanted} (subject \"{subject}\", issuer \"{issuer}\") has expired; the server \
+                 needs a new one (or this machine's clock is wrong): {detail}"
+            ),
+            TlsFault::NotYetValid => write!(
+                f,
+                "the certificate of {wanted} (subject \"{subject}\", issuer \"{issuer}\") is not valid yet; is this \
+                 machine's clock right? {detail}"
+            ),
+            TlsFault::WrongName => write!(
+                f,
+                "the certificate (subject \"{subject}\", issuer \"{issuer}\") is not valid for {wanted}: {detail}"
+            ),
+            TlsFault::Other => write!(
+                f,
+                "the certificate of {wanted} (subject \"{subject}\", issuer \"{issuer}\") is not acceptable: {detail}"
+            ),
+        }
     }
 }
 
@@ -135,7 +149,7 @@ impl TlsClient {
     pub(crate) async fn handshake(&self, tcp: TcpStream, parameters: &TlsParameters) -> Result<TlsOverTcp, TlsError> {
         let config = self.config(parameters).await?;
         let name = server_name(&parameters.server_name)?;
-        TlsConnector::from(config).connect(name, buffered(tcp)).await.map_err(classify)
+        TlsConnector::from(config).connect(name, buffered(tcp)).await.map_err(|error| classify(&error))
     }
 
     async fn config(&self, parameters: &TlsParameters) -> Result<Arc<ClientConfig>, TlsError> {
@@ -145,9 +159,11 @@ impl TlsClient {
         let base = self.base.get_or_init(|| self.load()).await.clone()?;
         match &parameters.certificate_name {
             None => Ok(base.config),
-            Some(name) => {
-                self.assemble(Arc::new(ExplainingVerifier { inner: base.verifier, name: Some(server_name(name)?) }))
-            }
+            Some(name) => self.assemble(Arc::new(ExplainingVerifier {
+                inner: base.verifier,
+                extra: self.extra.clone(),
+                name: Some(server_name(name)?),
+            })),
         }
     }
 
@@ -165,7 +181,11 @@ impl TlsClient {
                 return Err(TlsError::Handshake { reason: error.to_string() });
             }
         };
-        let config = self.assemble(Arc::new(ExplainingVerifier { inner: verifier.clone(), name: None }))?;
+        let config = self.assemble(Arc::new(ExplainingVerifier {
+            inner: verifier.clone(),
+            extra: self.extra.clone(),
+            name: None,
+        }))?;
         Ok(Base { verifier, config })
     }
 
@@ -203,7 +223,7 @@ fn server_name(name: &str) -> Result<ServerName<'static>, TlsError> {
         .map_err(|_| TlsError::InvalidName { name: name.to_owned() })
 }
 
-fn classify(error: io::Error) -> TlsError {
+fn classify(error: &io::Error) -> TlsError {
     let rustls = error.get_ref().and_then(|inner| inner.downcast_ref::<RustlsError>());
     match rustls {
         Some(RustlsError::InvalidCertificate(CertificateError::Other(OtherError(other)))) => {
@@ -223,10 +243,35 @@ fn classify(error: io::Error) -> TlsError {
 
 /// The platform's verifier, with a name of its own to check and with refusals
 /// that say whose certificate it was.
+///
+/// A certificate that is itself in `network.extra_ca` is accepted although it
+/// is marked as a CA. `openssl req -x509` marks every self-signed certificate
+/// so, and users of such a server expect that naming it is enough, as it is
+/// for curl and for Go's client.
 #[derive(Debug)]
 struct ExplainingVerifier {
     inner: Arc<Verifier>,
+    extra: Vec<CertificateDer<'static>>,
     name: Option<ServerName<'static>>,
+}
+
+impl ExplainingVerifier {
+    /// The verifier looks at the dates before it objects to the mark, so only
+    /// the name is left to check.
+    fn is_named_itself(
+        &self,
+        error: &RustlsError,
+        end_entity: &CertificateDer<'_>,
+        wanted: &ServerName<'_>,
+    ) -> Option<Result<ServerCertVerified, RustlsError>> {
+        let RustlsError::InvalidCertificate(CertificateError::Other(OtherError(other))) = error else { return None };
+        let marked = matches!(other.downcast_ref(), Some(webpki::Error::CaUsedAsEndEntity));
+        if !marked || !self.extra.contains(end_entity) {
+            return None;
+        }
+        let checked = ParsedCertificate::try_from(end_entity).and_then(|parsed| verify_server_name(&parsed, wanted));
+        Some(checked.map(|()| ServerCertVerified::assertion()))
+    }
 }
 
 impl ServerCertVerifier for ExplainingVerifier {
@@ -241,6 +286,7 @@ impl ServerCertVerifier for ExplainingVerifier {
         let wanted = self.name.as_ref().unwrap_or(server_name);
         self.inner
             .verify_server_cert(end_entity, intermediates, wanted, ocsp_response, now)
+            .or_else(|error| self.is_named_itself(&error, end_entity, wanted).unwrap_or(Err(error)))
             .map_err(|error| explain(&error, end_entity, intermediates, wanted))
     }
 
@@ -291,13 +337,14 @@ fn explain(
         (TlsFault::UnknownIssuer, Some(top)) => CertificateText::parse(top).issuer,
         _ => leaf.issuer,
     };
-    let own = TlsError::Certificate {
+    let refusal = Refusal {
         fault,
         wanted: wanted.to_str().into_owned(),
         subject: leaf.subject,
         issuer,
         detail: crate::certificate::bounded(&error.to_string()),
     };
+    let own = TlsError::Certificate(Box::new(refusal));
     RustlsError::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(own))))
 }
 
