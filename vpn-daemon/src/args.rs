@@ -8,7 +8,11 @@ use toml::{Table, Value};
 use crate::config::Flag;
 
 #[derive(Debug, Parser)]
-#[command(name = "codervpnd", version, about = "Tunnel daemon: makes Coder workspaces reachable by name from every program")]
+#[command(
+    name = "codervpnd",
+    version,
+    about = "Tunnel daemon: makes Coder workspaces reachable by name from every program"
+)]
 pub struct Cli {
     #[command(subcommand)]
     pub verb: Verb,
@@ -56,7 +60,13 @@ pub struct Settings {
     #[arg(long, visible_alias = "log", value_name = "FILTER", env = "CODERVPN_LOG", help_heading = "Settings")]
     daemon_log: Option<String>,
     /// Socket of the daemon
-    #[arg(long, visible_alias = "socket", value_name = "PATH", env = "CODER_DESKTOP_RPC_SOCKET_PATH", help_heading = "Settings")]
+    #[arg(
+        long,
+        visible_alias = "socket",
+        value_name = "PATH",
+        env = "CODER_DESKTOP_RPC_SOCKET_PATH",
+        help_heading = "Settings"
+    )]
     socket_path: Option<String>,
     /// Group that may use the socket
     #[arg(long, value_name = "GROUP", help_heading = "Settings")]
@@ -153,8 +163,9 @@ fn list(values: impl Iterator<Item = Value>) -> Option<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Config, DnsMode, UserRef};
+    use crate::config::{Config, UserRef};
     use clap::CommandFactory;
+    use codervpn_host::dns::{ConfiguredMode, Mode};
 
     #[test]
     fn the_definition_is_consistent() {
@@ -172,12 +183,15 @@ mod tests {
         assert_eq!(config.daemon.runtime_dir, PathBuf::from("/r"));
         assert_eq!(config.daemon.state_dir, PathBuf::from("/s"));
         assert_eq!(config.daemon.log, "debug");
-        assert_eq!((config.socket.path, config.socket.group.as_str(), config.socket.mode.as_str()), ("/x".into(), "g", "0600"));
+        assert_eq!(
+            (config.socket.path, config.socket.group.as_str(), config.socket.mode.as_str()),
+            ("/x".into(), "g", "0600")
+        );
         assert_eq!(config.auth.allow_users, [UserRef::Name("alice".into()), UserRef::Uid(7)]);
         assert!(config.auth.public_status && config.dns.search && config.relay.allow_insecure);
         assert_eq!(config.network.extra_ca, Some("/ca".into()));
         assert_eq!(config.network.headers["A"], "b=c");
-        assert_eq!((config.tun.name.as_str(), config.dns.mode), ("t0", DnsMode::None));
+        assert_eq!((config.tun.name.as_str(), config.dns.mode), ("t0", ConfiguredMode::Fixed(Mode::None)));
         assert_eq!(config.dns.allow_suffix, ["dev"]);
         assert!(!config.paths.direct && !config.paths.portmap);
     }

@@ -6,7 +6,10 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use arc_swap::ArcSwap;
+use codervpn_host::dns::ConfiguredMode;
 use serde::Deserialize;
 use thiserror::Error;
 use toml::{Table, Value};
@@ -26,6 +29,9 @@ pub enum ConfigError {
     #[error("{key}: {reason}")]
     Value { key: &'static str, reason: String },
 }
+
+/// The configuration in force: swapped as a whole when it is read again, taken once by each operation.
+pub type SharedConfig = Arc<ArcSwap<Config>>;
 
 /// The whole configuration. Missing sections and keys take the documented defaults.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -97,25 +103,12 @@ pub struct Tun {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Dns {
-    pub mode: DnsMode,
+    #[serde(deserialize_with = "dns_mode")]
+    pub mode: ConfiguredMode,
     /// Whether the suffix is a search domain too.
     pub search: bool,
     /// Suffixes allowed although they are top-level domains of the public internet.
     pub allow_suffix: Vec<String>,
-}
-
-/// Every mode of the contract. Which of them are built is asked in [`Config::check`].
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum DnsMode {
-    #[default]
-    Auto,
-    Resolved,
-    NetworkManager,
-    Dnsmasq,
-    Resolvconf,
-    Direct,
-    None,
 }
 
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -134,21 +127,13 @@ pub struct Paths {
 
 impl Default for Daemon {
     fn default() -> Self {
-        Self {
-            runtime_dir: "/run/codervpn".into(),
-            state_dir: "/var/lib/codervpn".into(),
-            log: "info".into(),
-        }
+        Self { runtime_dir: "/run/codervpn".into(), state_dir: "/var/lib/codervpn".into(), log: "info".into() }
     }
 }
 
 impl Default for Socket {
     fn default() -> Self {
-        Self {
-            path: "/run/coder-desktop/vpn.sock".into(),
-            group: "codervpn".into(),
-            mode: "0660".into(),
-        }
+        Self { path: "/run/coder-desktop/vpn.sock".into(), group: "codervpn".into(), mode: "0660".into() }
     }
 }
 
@@ -192,9 +177,9 @@ impl Config {
             for flag in flags {
                 flag.lay_over(&mut table);
             }
-            table
-                .try_into()
-                .map_err(|error: toml::de::Error| ConfigError::Flags { message: error.to_string().trim_end().to_owned() })?
+            table.try_into().map_err(|error: toml::de::Error| ConfigError::Flags {
+                message: error.to_string().trim_end().to_owned(),
+            })?
         };
         config.check()?;
         Ok(config)
@@ -204,23 +189,19 @@ impl Config {
     fn check(&self) -> Result<(), ConfigError> {
         self.socket_mode()?;
         let name = &self.tun.name;
-        if name.is_empty() || name.len() > 15 || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b)) {
+        if name.is_empty() || name.len() > 15 || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
+        {
             return Err(ConfigError::Value {
                 key: "tun.name",
                 reason: format!("{name:?} is no interface name: 1 to 15 letters, digits, '-', '_' or '.'"),
-            });
-        }
-        if let DnsMode::NetworkManager | DnsMode::Dnsmasq | DnsMode::Resolvconf = self.dns.mode {
-            return Err(ConfigError::Value {
-                key: "dns.mode",
-                reason: format!("{} is not built yet; use auto, resolved, direct or none", self.dns.mode),
             });
         }
         if self.network.proxy.is_some() {
             return Err(ConfigError::Value { key: "network.proxy", reason: "proxies are not built yet".into() });
         }
         for (name, value) in &self.network.headers {
-            let legal_name = !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&b));
+            let legal_name =
+                !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&b));
             if !legal_name || value.bytes().any(|b| b < 0x20 || b == 0x7f) {
                 return Err(ConfigError::Value {
                     key: "network.headers",
@@ -240,18 +221,9 @@ impl Config {
     }
 }
 
-impl std::fmt::Display for DnsMode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Resolved => "resolved",
-            Self::NetworkManager => "network-manager",
-            Self::Dnsmasq => "dnsmasq",
-            Self::Resolvconf => "resolvconf",
-            Self::Direct => "direct",
-            Self::None => "none",
-        })
-    }
+/// A mode that is not built yet is refused by its name, with file and line like any wrong value.
+fn dns_mode<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<ConfiguredMode, D::Error> {
+    String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
 }
 
 /// One flag: a key of the file and the value to put there.
@@ -272,10 +244,10 @@ impl Flag {
     }
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use codervpn_host::dns::Mode;
 
     fn parse(text: &str, flags: &[Flag]) -> Result<Config, String> {
         Config::parse(Path::new("/etc/codervpn/config.toml"), text, flags).map_err(|error| error.to_string())
@@ -290,7 +262,7 @@ mod tests {
         assert_eq!(config.socket.group, "codervpn");
         assert_eq!(config.socket_mode().unwrap(), 0o660);
         assert_eq!(config.tun.name, "coder0");
-        assert_eq!(config.dns.mode, DnsMode::Auto);
+        assert_eq!(config.dns.mode, ConfiguredMode::Auto);
         assert!(!config.relay.allow_insecure && !config.auth.public_status && !config.dns.search);
         assert!(config.paths.direct && config.paths.portmap);
     }
@@ -314,7 +286,7 @@ mod tests {
     fn modes_that_are_not_built_are_refused_by_name() {
         for mode in ["network-manager", "dnsmasq", "resolvconf"] {
             let error = parse(&format!("[dns]\nmode = \"{mode}\"\n"), &[]).unwrap_err();
-            assert!(error.contains(mode) && error.contains("not built yet"), "{error}");
+            assert!(error.contains(mode) && error.contains("not built") && error.contains("line 2"), "{error}");
         }
         assert!(parse("[dns]\nmode = \"magic\"\n", &[]).unwrap_err().contains("magic"));
     }
@@ -324,7 +296,7 @@ mod tests {
         let flag = |section, key, value| Flag { section, key, value };
         let text = "[tun]\nname = \"vpn7\"\n[dns]\nmode = \"direct\"\n";
         let config = parse(text, &[flag("dns", "mode", Value::String("none".into()))]).unwrap();
-        assert_eq!(config.dns.mode, DnsMode::None);
+        assert_eq!(config.dns.mode, ConfiguredMode::Fixed(Mode::None));
         assert_eq!(config.tun.name, "vpn7");
         assert!(parse(text, &[flag("tun", "name", Value::String("a/b".into()))]).unwrap_err().contains("tun.name"));
     }

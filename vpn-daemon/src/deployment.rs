@@ -1,0 +1,364 @@
+//! One deployment being served, from the first request to the last withdrawal.
+//!
+//! A single task owns everything that a start creates: device, routes, data thread, relays, control connection, names.
+//! It brings them up, keeps them in step while they run, and takes them down again, in that order and whatever happens
+//! in between, so that neither a failed nor a cancelled start leaves anything behind.
+
+mod bring_up;
+mod names;
+mod pings;
+mod view;
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use codervpn_control::{ControlEvent, Handle, PeerUpdate, PeerUpdateKind, WorkspaceUpdate};
+use codervpn_engine::{self as engine, RelayLatency};
+use codervpn_host::routes::Routes;
+use codervpn_proto::ext::{ControlState, FailureCode};
+use codervpn_proto::vpn::StartProgressStage;
+use codervpn_underlay::Relays;
+use codervpn_wire::derp_map::DerpMap;
+use codervpn_wire::node::Family;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use crate::config::SharedConfig;
+use crate::daemon::Progress;
+use crate::failure::Failure;
+use crate::forwarder;
+use crate::parameters::Parameters;
+use crate::status::Status;
+use crate::tunnel::{Tunnel, TunnelEvent};
+use crate::workspaces::Workspaces;
+
+use names::Names;
+use pings::Pings;
+use view::View;
+
+pub(crate) use bring_up::{api_failure, dialer};
+pub use pings::{PingAnswer, PingTarget};
+
+/// Fresh handshake and ping times reach the clients so often (codervpn-protocol 6.6).
+const TICK: Duration = Duration::from_secs(5);
+/// Changes of peers are shown together when they come within this time.
+const GATHER: Duration = Duration::from_millis(50);
+/// Latencies of the relays are measured so often.
+const PROBE_EVERY: Duration = Duration::from_secs(30);
+/// Longest measurement.
+const PROBE_LIMIT: Duration = Duration::from_secs(3);
+/// Each step of taking the tunnel down may last so long; all of them together stay below the 5 s after which frontends
+/// give up on us.
+const STEP_LIMIT: Duration = Duration::from_secs(2);
+
+/// What a deployment needs from the daemon.
+#[derive(Clone)]
+pub struct Context {
+    pub config: SharedConfig,
+    pub paths: codervpn_host::Paths,
+    pub status: watch::Sender<Status>,
+    pub progress: watch::Sender<Progress>,
+}
+
+impl Context {
+    /// Tells every client how far a start is.
+    pub(crate) fn report(&self, stage: StartProgressStage) {
+        self.progress.send_modify(|progress| *progress = Progress { number: progress.number + 1, stage });
+    }
+}
+
+/// What clients ask of a running deployment.
+pub enum Request {
+    Ping {
+        target: PingTarget,
+        reply: oneshot::Sender<Result<PingAnswer, Failure>>,
+    },
+    /// Look at once whether the machine's resolver still has our settings.
+    CheckResolver,
+    Diagnostics {
+        reply: oneshot::Sender<codervpn_proto::ext::DiagnosticsReply>,
+    },
+}
+
+/// Serves a deployment until `stop`, or until it fails. `started` is told once whether the start succeeded; the result
+/// is why the deployment ended by itself, `None` when it was stopped.
+pub async fn serve(
+    context: Context,
+    parameters: Parameters,
+    requests: mpsc::Receiver<Request>,
+    started: oneshot::Sender<Result<(), Failure>>,
+    stop: CancellationToken,
+) -> Option<Failure> {
+    // Dropping the future of a bring-up that was cancelled takes back what it had done so far; only routes need more
+    // than a drop, and it cares for those itself.
+    let running = match bring_up::bring_up(&context, &parameters, &stop).await {
+        Ok(running) => running,
+        Err(failure) => {
+            let _ = started.send(Err(failure.clone()));
+            return Some(failure);
+        }
+    };
+    let mut deployment = Deployment { requests, started: Some(started), ..running };
+    let failure = deployment.run(&stop).await;
+    deployment.take_down(failure.is_none()).await;
+    failure
+}
+
+/// Everything that runs.
+struct Deployment {
+    context: Context,
+    tunnel: Tunnel,
+    tunnel_events: mpsc::Receiver<TunnelEvent>,
+    relays: Relays,
+    routes: Option<Routes>,
+    control: Option<Handle>,
+    control_events: mpsc::Receiver<ControlEvent>,
+    requests: mpsc::Receiver<Request>,
+    started: Option<oneshot::Sender<Result<(), Failure>>>,
+    workspaces: Workspaces,
+    names: Names,
+    view: View,
+    pings: Pings,
+    /// Measurements of relays and lookups for others; ends with us.
+    work: JoinSet<Option<Vec<RelayLatency>>>,
+    map: DerpMap,
+    /// When what is shown has to be made anew.
+    refresh: Option<Instant>,
+}
+
+impl Deployment {
+    async fn run(&mut self, stop: &CancellationToken) -> Option<Failure> {
+        let mut tick = interval(TICK);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut probe = interval(PROBE_EVERY);
+        probe.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let refresh = self.refresh;
+            tokio::select! {
+                () = stop.cancelled() => return None,
+                event = self.control_events.recv() => {
+                    // The channel ends with the refusal that we were told before.
+                    let Some(event) = event else { return Some(self.view.control_failure()) };
+                    if let Some(failure) = self.take_control_event(event).await {
+                        return Some(failure);
+                    }
+                }
+                event = self.tunnel_events.recv() => match event {
+                    Some(TunnelEvent::DeviceLost(reason)) => return Some(device_lost(&reason)),
+                    Some(event) => self.take_tunnel_event(event),
+                    None => return Some(device_lost("the data thread ended")),
+                },
+                Some(request) = self.requests.recv() => self.take_request(request).await,
+                Some(done) = self.work.join_next(), if !self.work.is_empty() => {
+                    if let Ok(Some(latencies)) = done {
+                        let _ = self.tunnel.handle().apply(vec![engine::Command::RelayLatencies(latencies)]).await;
+                    }
+                }
+                () = self.names.changed() => self.show().await,
+                _ = probe.tick() => self.measure_relays(),
+                _ = tick.tick() => self.show().await,
+                () = sleep_until(refresh.unwrap_or_else(Instant::now)), if refresh.is_some() => self.show().await,
+            }
+        }
+    }
+
+    /// A failure ends the deployment.
+    async fn take_control_event(&mut self, event: ControlEvent) -> Option<Failure> {
+        match event {
+            ControlEvent::Connecting { .. } => return None,
+            ControlEvent::Connected { server_version } => {
+                tracing::info!("control connection up");
+                self.view.connected(server_version);
+                self.report_start(Ok(()));
+            }
+            ControlEvent::Lost { reason, retry_in, signed_out } => {
+                tracing::warn!(reason, ?retry_in, "control connection lost");
+                self.view.lost(&reason, signed_out);
+                self.report_start(Ok(()));
+            }
+            ControlEvent::Refused { error } => {
+                let failure = api_failure(&error);
+                self.view.refused(failure.clone());
+                if self.started.is_some() {
+                    return Some(failure);
+                }
+            }
+            ControlEvent::PeerUpdates(updates) => self.take_peer_updates(updates).await,
+            ControlEvent::AllPeersLost => {
+                let _ = self.tunnel.handle().apply(vec![engine::Command::AllLost]).await;
+            }
+            ControlEvent::CoordinatorError(text) => {
+                tracing::error!(text, "the coordinator reports an error");
+                self.view.coordinator_error(text);
+            }
+            ControlEvent::DerpMap(map) => self.take_map(map).await,
+            ControlEvent::Workspaces(update) => {
+                self.take_workspaces(update).await;
+                self.show().await;
+                return None;
+            }
+        }
+        self.refresh_soon();
+        None
+    }
+
+    async fn take_peer_updates(&mut self, updates: Vec<PeerUpdate>) {
+        let commands = updates.into_iter().map(|update| {
+            let id = update.id;
+            match update.kind {
+                PeerUpdateKind::Node(node) => engine::Command::Node { id, node },
+                PeerUpdateKind::Disconnected => engine::Command::Disconnected(id),
+                PeerUpdateKind::Lost => engine::Command::Lost(id),
+                PeerUpdateKind::ReadyForHandshake => engine::Command::ReadyForHandshake(id),
+            }
+        });
+        let _ = self.tunnel.handle().apply(commands.collect()).await;
+    }
+
+    async fn take_map(&mut self, map: DerpMap) {
+        self.relays.set_map(&map);
+        self.map = map.clone();
+        let _ = self.tunnel.handle().apply(vec![engine::Command::DerpMap(map)]).await;
+        self.measure_relays();
+    }
+
+    /// The order matters (design: workspace update): an agent is known to the engine before its name exists, so that a
+    /// first packet is held and not refused, and its name is gone before the engine forgets it.
+    async fn take_workspaces(&mut self, update: WorkspaceUpdate) {
+        let full = update.full;
+        let diff = self.workspaces.apply(update);
+        let added = diff.added_agents.iter().map(|id| engine::Command::AddDestination(*id)).collect();
+        let _ = self.tunnel.handle().apply(added).await;
+        if diff.names || full {
+            self.names.publish(&self.workspaces);
+        }
+        if let Some(control) = &self.control {
+            let wanted: BTreeSet<_> = self.workspaces.agents().map(|agent| agent.id).collect();
+            let _ = control.set_destinations(wanted).await;
+        }
+        let removed = diff.removed_agents.iter().map(|id| engine::Command::RemoveDestination(*id)).collect();
+        let _ = self.tunnel.handle().apply(removed).await;
+        if full {
+            self.view.synchronised();
+        }
+        tracing::debug!(
+            workspaces = self.workspaces.len(),
+            added = diff.added_agents.len(),
+            removed = diff.removed_agents.len(),
+            "workspaces updated"
+        );
+    }
+
+    fn take_tunnel_event(&mut self, event: TunnelEvent) {
+        match event {
+            TunnelEvent::SelfNode(node) => {
+                if let Some(control) = &self.control {
+                    control.set_self_node(*node);
+                }
+            }
+            TunnelEvent::PeerChanged(_) => self.refresh_soon(),
+            TunnelEvent::PingDone { id, result } => {
+                self.pings.done(id, result, &self.map);
+                self.refresh_soon();
+            }
+            TunnelEvent::Forward(request) => {
+                self.work.spawn(forwarder::ask(request, self.tunnel.handle().clone()));
+            }
+            // Said to agents; and the loss of the device is handled where events are taken.
+            TunnelEvent::Programmed(_) | TunnelEvent::DeviceLost(_) => {}
+        }
+    }
+
+    async fn take_request(&mut self, request: Request) {
+        match request {
+            Request::Ping { target, reply } => {
+                let Some(id) = self.pings.ask(target, reply, &self.workspaces, &self.names) else { return };
+                let _ = self.tunnel.handle().apply(vec![engine::Command::Ping(id)]).await;
+            }
+            Request::CheckResolver => self.names.check(),
+            Request::Diagnostics { reply } => {
+                if let Ok(snapshot) = self.tunnel.handle().snapshot().await {
+                    let _ = reply.send(view::diagnostics(&snapshot, &self.relays));
+                }
+            }
+        }
+    }
+
+    /// Measures the latency of every relay, beside everything else.
+    fn measure_relays(&mut self) {
+        let relays = self.relays.clone();
+        self.work.spawn(async move {
+            let answers = relays.probe(PROBE_LIMIT).await;
+            let latencies = answers.into_iter().filter_map(|(region, answer)| match answer {
+                Ok(answer) => {
+                    let family = if answer.address.is_ipv4() { Family::V4 } else { Family::V6 };
+                    Some(RelayLatency { region, family, latency: answer.latency })
+                }
+                Err(error) => {
+                    tracing::debug!(%region, %error, "relay not measured");
+                    None
+                }
+            });
+            Some(latencies.collect())
+        });
+    }
+
+    fn refresh_soon(&mut self) {
+        self.refresh.get_or_insert_with(|| Instant::now() + GATHER);
+    }
+
+    /// Makes what clients see anew.
+    async fn show(&mut self) {
+        self.refresh = None;
+        let Ok(snapshot) = self.tunnel.handle().snapshot().await else { return };
+        let tunnel = self.view.tunnel(&snapshot, &self.workspaces, &self.names, &self.map);
+        self.context.status.send_if_modified(|status| {
+            let changed = status.tunnel != tunnel;
+            status.tunnel = tunnel;
+            changed
+        });
+    }
+
+    fn report_start(&mut self, result: Result<(), Failure>) {
+        if let Some(started) = self.started.take() {
+            let _ = started.send(result);
+        }
+    }
+
+    /// Names first, then the resolver and the coordinator side by side, routes, device (dns-and-os 1.7).
+    async fn take_down(mut self, graceful: bool) {
+        self.report_start(Err(Failure::new(FailureCode::Cancelled, "the start was cancelled")));
+        self.names.withdraw();
+        let control = self.control.take();
+        let leave = async {
+            let Some(control) = control else { return };
+            if !graceful {
+                // Looking lost keeps the sessions at the agents for a while; there is nothing to wait for.
+                control.request_stop();
+            }
+            // The controller ends within its own graceful limit. Events must flow until then.
+            let events = &mut self.control_events;
+            tokio::select! {
+                _ = tokio::time::timeout(STEP_LIMIT, control.shutdown()) => {}
+                () = async { while events.recv().await.is_some() {} std::future::pending().await } => {}
+            }
+        };
+        tokio::join!(leave, self.names.close(STEP_LIMIT));
+        if let Some(routes) = self.routes.take()
+            && let Err(error) = routes.undo().await
+        {
+            tracing::warn!(%error, "cannot take back routes");
+        }
+        self.work.shutdown().await;
+        self.relays.close();
+        self.tunnel.stop().await;
+        self.context.status.send_modify(|status| status.tunnel.control = ControlState::Off);
+    }
+}
+
+fn device_lost(reason: &str) -> Failure {
+    Failure::new(FailureCode::Tun, format!("the TUN device is gone ({reason}); another program removed it"))
+        .remedy("start the VPN again")
+}

@@ -1,0 +1,298 @@
+//! The data thread: one loop that owns device, engine and responder and shows the way of a packet top to bottom.
+//!
+//! It drains what is there, in turns short enough that neither direction starves, and sleeps in one `poll` when a turn
+//! found nothing. Nothing in it blocks: relays take and give whole batches over bounded queues, the slow side talks over
+//! a bounded queue of commands and is told over a bounded queue of events. While a relay does not keep up the device is
+//! not read, so that packets wait in the kernel's queue, where they count as one delay and not as two.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant, SystemTime};
+
+use codervpn_dns::{DNS_ADDRESS, Responder};
+use codervpn_engine::{self as engine, Engine};
+use codervpn_underlay::{Incoming, RelayEvent};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TryRecvError;
+
+use super::device::PacketDevice;
+use super::outbox::{self, Outbox};
+use super::wake::Wake;
+use super::{Command, Snapshot, TunnelEvent};
+
+/// Packets taken from the device before the relays are looked at again.
+const DEVICE_TURN: usize = 64;
+/// Batches taken from the relays before the device is looked at again.
+const RELAY_TURN: usize = 4;
+/// A packet of the device; its MTU is 1280.
+const PACKET: usize = 2048;
+/// Longest sleep. Nothing depends on it: it only bounds the damage of a timer that somebody forgot.
+const LONGEST_SLEEP: Duration = Duration::from_secs(30);
+/// How soon events that did not fit are offered again.
+const RETELL: Duration = Duration::from_millis(5);
+
+pub(super) struct DataLoop<D> {
+    pub(super) engine: Engine,
+    /// The names inside the tunnel; an agent has none.
+    pub(super) responder: Option<Responder>,
+    pub(super) out: Outbox<D>,
+    pub(super) wake: Wake,
+    pub(super) commands: mpsc::Receiver<Command>,
+    pub(super) events: mpsc::Sender<TunnelEvent>,
+    /// Something to tell did not fit; nobody wakes us when it would.
+    pub(super) untold: bool,
+}
+
+/// Whether the loop goes on.
+enum Turn {
+    Idle,
+    Busy,
+    Over,
+}
+
+impl<D: PacketDevice> DataLoop<D> {
+    /// Runs until it is told to stop, every handle is gone, or the device is lost.
+    pub(super) fn run(mut self) {
+        let mut packet = [0; PACKET];
+        loop {
+            let now = Instant::now();
+            let from_relays = self.take_from_relays(now);
+            let from_device = match self.take_from_device(&mut packet, now) {
+                Ok(full) => full,
+                Err(error) => return self.report_loss(&error),
+            };
+            match self.take_commands(now) {
+                Turn::Over => return,
+                Turn::Busy => {}
+                Turn::Idle if !from_relays && !from_device => self.sleep(),
+                Turn::Idle => {}
+            }
+        }
+    }
+
+    /// True when there may be more.
+    fn take_from_relays(&mut self, now: Instant) -> bool {
+        for _ in 0..RELAY_TURN {
+            let Some(incoming) = self.out.relays.receive() else { return false };
+            match incoming {
+                Incoming::Packets(mut batch) => {
+                    let region = batch.region;
+                    for packet in batch.packets() {
+                        self.engine.handle_relay(region, packet.source, packet.payload, now, &mut self.out);
+                    }
+                }
+                Incoming::Event(event) => self.take_relay_event(event, now),
+            }
+        }
+        true
+    }
+
+    fn take_relay_event(&mut self, event: RelayEvent, now: Instant) {
+        let command = match event {
+            RelayEvent::Connected { region } => engine::Command::RelayUp(region),
+            RelayEvent::Disconnected { region, reason } => {
+                tracing::info!(%region, reason, "relay connection lost");
+                self.out.drained(region);
+                engine::Command::RelayDown(region)
+            }
+            RelayEvent::Failed { region, reason } => {
+                tracing::warn!(%region, reason, "cannot connect to relay");
+                self.out.drained(region);
+                return;
+            }
+            RelayEvent::PeerGone { region, peer, .. } => engine::Command::RelayPeerGone { region, peer },
+            RelayEvent::Health { region, text: Some(text) } => {
+                tracing::warn!(%region, text, "the relay complains");
+                return;
+            }
+            RelayEvent::Health { .. } => return,
+            RelayEvent::Drained { region } => return self.out.drained(region),
+        };
+        self.engine.apply(command, now, &mut self.out);
+    }
+
+    /// True when there may be more.
+    fn take_from_device(&mut self, buffer: &mut [u8], now: Instant) -> io::Result<bool> {
+        for _ in 0..DEVICE_TURN {
+            if self.out.is_congested() {
+                return Ok(false);
+            }
+            let length = match self.out.device.recv(buffer) {
+                Ok(length) => length,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) if outbox::is_loss(&error) => return Err(error),
+                Err(error) => {
+                    tracing::debug!(%error, "cannot read from the packet device");
+                    return Ok(false);
+                }
+            };
+            self.out.counters.device_reads += 1;
+            let packet = buffer.get(..length).unwrap_or_default();
+            match &mut self.responder {
+                Some(responder) if is_for_responder(packet) => {
+                    responder.handle_packet(packet, now, &mut |answer| self.out.answer(answer));
+                    self.forward();
+                }
+                _ => self.engine.handle_tun(packet, now, &mut self.out),
+            }
+        }
+        Ok(true)
+    }
+
+    fn take_commands(&mut self, now: Instant) -> Turn {
+        let mut turn = Turn::Idle;
+        loop {
+            match self.commands.try_recv() {
+                Ok(Command::Stop) | Err(TryRecvError::Disconnected) => {
+                    self.out.flush();
+                    return Turn::Over;
+                }
+                Err(TryRecvError::Empty) => break,
+                Ok(command) => {
+                    turn = Turn::Busy;
+                    self.take_command(command, now);
+                }
+            }
+        }
+        if self.engine.poll_timeout().is_some_and(|at| at <= now) {
+            self.engine.handle_timeout(now, &mut self.out);
+        }
+        if let Some(responder) = &mut self.responder
+            && responder.poll_timeout().is_some_and(|at| at <= now)
+        {
+            responder.handle_timeout(now, &mut |answer| self.out.answer(answer));
+            self.forward();
+        }
+        self.tell();
+        self.out.flush();
+        if let Some(error) = self.out.take_loss() {
+            self.report_loss(&error);
+            return Turn::Over;
+        }
+        turn
+    }
+
+    fn take_command(&mut self, command: Command, now: Instant) {
+        match command {
+            Command::Engine(commands) => {
+                for command in commands {
+                    self.engine.apply(command, now, &mut self.out);
+                }
+            }
+            Command::Snapshot(reply) => {
+                // Whoever asked may have given up.
+                let _ = reply.send(self.snapshot(now));
+            }
+            Command::Forwarding(servers) => {
+                if let Some(responder) = &mut self.responder {
+                    responder.apply_forwarding(servers);
+                }
+            }
+            Command::ForwardAnswer { id, message, taken } => {
+                if let Some(responder) = &mut self.responder {
+                    let reply =
+                        responder.handle_forward_answer(id, &message, now, &mut |answer| self.out.answer(answer));
+                    let _ = taken.send(reply);
+                    self.forward();
+                }
+            }
+            Command::ForwardFailure(id) => {
+                if let Some(responder) = &mut self.responder {
+                    responder.handle_forward_failure(id, now, &mut |answer| self.out.answer(answer));
+                    self.forward();
+                }
+            }
+            // Handled where commands are taken.
+            Command::Stop => {}
+        }
+    }
+
+    /// Passes on what the engine has to say, as far as the slow side has room; the rest waits in the engine.
+    fn tell(&mut self) {
+        self.untold = true;
+        while let Ok(room) = self.events.try_reserve() {
+            let Some(event) = self.engine.poll_event() else {
+                self.untold = false;
+                return;
+            };
+            let event = match event {
+                engine::Event::HomeRelayChanged(region) => {
+                    self.out.relays.set_home(Some(region));
+                    continue;
+                }
+                engine::Event::RelayWanted(region) => {
+                    self.out.relays.want(region);
+                    continue;
+                }
+                engine::Event::SelfNodeChanged => match self.engine.self_node(SystemTime::now()) {
+                    Some(node) => TunnelEvent::SelfNode(Box::new(node)),
+                    None => continue,
+                },
+                engine::Event::PeerChanged(id) => TunnelEvent::PeerChanged(id),
+                engine::Event::Programmed(id) => TunnelEvent::Programmed(id),
+                engine::Event::PingDone { id, result } => TunnelEvent::PingDone { id, result },
+            };
+            room.send(event);
+        }
+    }
+
+    /// A lookup that finds the slow side busy is dropped; the responder asks again.
+    fn forward(&mut self) {
+        let Some(responder) = &mut self.responder else { return };
+        while let Some(request) = responder.poll_forward() {
+            if self.events.try_send(TunnelEvent::Forward(request)).is_err() {
+                self.out.counters.forwards_dropped += 1;
+            }
+        }
+    }
+
+    fn snapshot(&self, now: Instant) -> Snapshot {
+        let engine = &self.engine;
+        Snapshot {
+            peers: engine.peers(now).collect(),
+            home: engine.home_relay(),
+            latencies: engine.relay_latencies().to_vec(),
+            engine: *engine.counters(),
+            tunnel: self.out.counters,
+            dns: self.responder.as_ref().map(Responder::stats).unwrap_or_default(),
+            taken: now,
+        }
+    }
+
+    fn report_loss(&self, error: &io::Error) {
+        tracing::error!(%error, "the packet device is gone");
+        // The slow side notices the end of the queue even when this does not fit.
+        let _ = self.events.try_send(TunnelEvent::DeviceLost(error.to_string()));
+    }
+
+    fn sleep(&mut self) {
+        let until = [self.engine.poll_timeout(), self.responder.as_mut().and_then(Responder::poll_timeout)];
+        let limit = until
+            .into_iter()
+            .flatten()
+            .min()
+            .map_or(LONGEST_SLEEP, |at| at.saturating_duration_since(Instant::now()).min(LONGEST_SLEEP));
+        let limit = if self.untold { limit.min(RETELL) } else { limit };
+        // Rounded up: waking a little late costs nothing, a little early costs a turn for nothing.
+        let limit = limit + Duration::from_micros(if limit.is_zero() { 0 } else { 50 });
+        let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
+        let wanted = if self.out.is_congested() { PollFlags::empty() } else { PollFlags::IN };
+        let wake = self.wake.clone();
+        let mut waiting = [
+            PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(self.out.device.as_fd(), wanted),
+        ];
+        // Interruptions are wake-ups like any other.
+        let _ = poll(&mut waiting, Some(&limit));
+        if waiting.first().is_some_and(|fd| fd.revents().contains(PollFlags::IN)) {
+            wake.clear();
+        }
+    }
+}
+
+/// The DNS address is compared where it stands; a packet too short for it is the engine's to count.
+fn is_for_responder(packet: &[u8]) -> bool {
+    packet.get(24..40) == Some(&DNS_ADDRESS.octets()[..])
+}

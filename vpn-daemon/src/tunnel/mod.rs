@@ -1,0 +1,190 @@
+//! The tunnel: a thread that moves packets, and the handle by which the rest of the daemon talks to it.
+//!
+//! Generic over the packet device, so that the testbed's workspace agent runs the same loop.
+
+mod data_loop;
+mod device;
+mod outbox;
+mod wake;
+
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use codervpn_dns::{BaseServers, ForwardId, ForwardReply, ForwardRequest, Responder};
+use codervpn_engine::{self as engine, Engine, PeerId, PeerStatus, Ping, PingError, RelayLatency};
+use codervpn_underlay::Relays;
+use codervpn_underlay::relays::RegionId;
+use codervpn_wire::node::Node;
+use tokio::sync::{mpsc, oneshot};
+
+pub use device::PacketDevice;
+pub use wake::Wake;
+
+use data_loop::DataLoop;
+use outbox::Outbox;
+
+/// Commands that may wait. Each is a whole list; the thread takes all of them in every turn.
+const COMMANDS: usize = 64;
+/// Events that may wait. What does not fit stays in the engine, whose queue holds at most one change per peer.
+const EVENTS: usize = 256;
+
+/// What the data thread is told.
+enum Command {
+    Engine(Vec<engine::Command>),
+    Snapshot(oneshot::Sender<Snapshot>),
+    Forwarding(Option<BaseServers>),
+    ForwardAnswer { id: ForwardId, message: Vec<u8>, taken: oneshot::Sender<ForwardReply> },
+    ForwardFailure(ForwardId),
+    Stop,
+}
+
+/// What the data thread tells.
+#[derive(Debug)]
+pub enum TunnelEvent {
+    /// Our node, to be published.
+    SelfNode(Box<Node>),
+    /// Something that a user can see changed.
+    PeerChanged(PeerId),
+    /// The peer can shake hands with us from now on.
+    Programmed(PeerId),
+    PingDone {
+        id: PeerId,
+        result: Result<Ping, PingError>,
+    },
+    /// A lookup for the machine's own name servers.
+    Forward(ForwardRequest),
+    /// The device is gone; this is the last event.
+    DeviceLost(String),
+}
+
+/// Counters of the loop itself; those of the engine and the responder stand beside it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counters {
+    pub device_reads: u64,
+    pub device_writes: u64,
+    /// Packets that the device did not take.
+    pub device_dropped: u64,
+    /// Batches handed to relays.
+    pub relay_batches: u64,
+    /// Datagrams in batches that a relay's queue did not take.
+    pub relay_dropped: u64,
+    /// Lookups dropped because the slow side was busy.
+    pub forwards_dropped: u64,
+}
+
+/// Everything that can be shown, at one moment.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    pub peers: Vec<PeerStatus>,
+    pub home: Option<RegionId>,
+    pub latencies: Vec<RelayLatency>,
+    pub engine: engine::Counters,
+    pub tunnel: Counters,
+    pub dns: codervpn_dns::Stats,
+    /// When; instants in it are relative to this.
+    pub taken: Instant,
+}
+
+/// The data thread has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the tunnel has ended")]
+pub struct Ended;
+
+/// The running tunnel. Dropping it ends the thread and closes the device.
+#[derive(Debug)]
+pub struct Tunnel {
+    handle: TunnelHandle,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Talks to the data thread. Clones share it.
+#[derive(Debug, Clone)]
+pub struct TunnelHandle {
+    commands: mpsc::Sender<Command>,
+    wake: Wake,
+}
+
+impl Tunnel {
+    /// Starts the thread. `wake` must be the one that the relays wake.
+    pub fn start(
+        device: impl PacketDevice,
+        engine: Engine,
+        responder: Option<Responder>,
+        relays: Relays,
+        wake: Wake,
+    ) -> std::io::Result<(Self, mpsc::Receiver<TunnelEvent>)> {
+        let (commands, commands_rx) = mpsc::channel(COMMANDS);
+        let (events, events_rx) = mpsc::channel(EVENTS);
+        let data_loop = DataLoop {
+            engine,
+            responder,
+            out: Outbox::new(device, relays),
+            wake: wake.clone(),
+            commands: commands_rx,
+            events,
+            untold: false,
+        };
+        let thread = std::thread::Builder::new().name("tunnel".into()).spawn(move || data_loop.run())?;
+        Ok((Self { handle: TunnelHandle { commands, wake }, thread: Some(thread) }, events_rx))
+    }
+
+    pub fn handle(&self) -> &TunnelHandle {
+        &self.handle
+    }
+
+    /// Ends the thread and closes the device; returns when both are done.
+    pub async fn stop(mut self) {
+        let _ = self.handle.send(Command::Stop).await;
+        if let Some(thread) = self.thread.take() {
+            // The thread ends within one turn of its loop.
+            let _ = tokio::task::spawn_blocking(move || thread.join()).await;
+        }
+    }
+}
+
+impl Drop for Tunnel {
+    fn drop(&mut self) {
+        if self.handle.commands.try_send(Command::Stop).is_ok() {
+            self.handle.wake.wake();
+        }
+    }
+}
+
+impl TunnelHandle {
+    /// Commands for the engine, in order.
+    pub async fn apply(&self, commands: Vec<engine::Command>) -> Result<(), Ended> {
+        if commands.is_empty() {
+            return Ok(());
+        }
+        self.send(Command::Engine(commands)).await
+    }
+
+    /// What can be shown now. The round trip also proves that the thread is alive.
+    pub async fn snapshot(&self) -> Result<Snapshot, Ended> {
+        let (reply, snapshot) = oneshot::channel();
+        self.send(Command::Snapshot(reply)).await?;
+        snapshot.await.map_err(|_| Ended)
+    }
+
+    /// Makes the responder the machine's only server, with these to ask for the rest; `None` ends that.
+    pub async fn forwarding(&self, servers: Option<BaseServers>) -> Result<(), Ended> {
+        self.send(Command::Forwarding(servers)).await
+    }
+
+    /// What a name server sent. Says whether the lookup wants more from it.
+    pub async fn forward_answer(&self, id: ForwardId, message: Vec<u8>) -> Result<ForwardReply, Ended> {
+        let (taken, reply) = oneshot::channel();
+        self.send(Command::ForwardAnswer { id, message, taken }).await?;
+        reply.await.map_err(|_| Ended)
+    }
+
+    pub async fn forward_failure(&self, id: ForwardId) -> Result<(), Ended> {
+        self.send(Command::ForwardFailure(id)).await
+    }
+
+    async fn send(&self, command: Command) -> Result<(), Ended> {
+        self.commands.send(command).await.map_err(|_| Ended)?;
+        self.wake.wake();
+        Ok(())
+    }
+}
