@@ -97,30 +97,30 @@ impl CoordinateWriter {
         let mut node = node.clone();
         node.as_of = Some(now());
         let update = pb::coordinate_request::UpdateSelf { node: Some(node_to_proto(&node)) };
-        self.queue(pb::CoordinateRequest { update_self: Some(update), ..Default::default() });
+        self.queue(&pb::CoordinateRequest { update_self: Some(update), ..Default::default() });
         true
     }
 
     /// A tunnel from us to `id`.
     pub fn add_tunnel(&mut self, id: Uuid) {
-        self.queue(pb::CoordinateRequest { add_tunnel: Some(tunnel(id)), ..Default::default() });
+        self.queue(&pb::CoordinateRequest { add_tunnel: Some(tunnel(id)), ..Default::default() });
     }
 
     /// No tunnel to `id` any more.
     pub fn remove_tunnel(&mut self, id: Uuid) {
-        self.queue(pb::CoordinateRequest { remove_tunnel: Some(tunnel(id)), ..Default::default() });
+        self.queue(&pb::CoordinateRequest { remove_tunnel: Some(tunnel(id)), ..Default::default() });
     }
 
     /// Agents only (CC-23): the nodes of these peers are programmed.
     pub fn ready_for_handshake(&mut self, ids: &[Uuid]) {
         let ids = ids.iter().map(|id| pb::coordinate_request::ReadyForHandshake { id: id.into_bytes().to_vec() });
-        self.queue(pb::CoordinateRequest { ready_for_handshake: ids.collect(), ..Default::default() });
+        self.queue(&pb::CoordinateRequest { ready_for_handshake: ids.collect(), ..Default::default() });
     }
 
     /// We leave on purpose.
     pub fn disconnect(&mut self) {
         let disconnect = Some(pb::coordinate_request::Disconnect {});
-        self.queue(pb::CoordinateRequest { disconnect, ..Default::default() });
+        self.queue(&pb::CoordinateRequest { disconnect, ..Default::default() });
     }
 
     /// Bytes waiting for [`CoordinateWriter::flush`].
@@ -138,8 +138,8 @@ impl CoordinateWriter {
         self.writer.finish();
     }
 
-    fn queue(&mut self, request: pb::CoordinateRequest) {
-        self.writer.queue(&request);
+    fn queue(&mut self, request: &pb::CoordinateRequest) {
+        self.writer.queue(request);
     }
 }
 

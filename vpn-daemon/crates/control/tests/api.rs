@@ -1,4 +1,5 @@
 //! REST and dials against small servers on loopback: every outcome of `control-plane.md` 1.6 to 1.8, and its text.
+#![allow(clippy::unwrap_used)] // a test that cannot go on fails
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

@@ -1,5 +1,6 @@
 //! The controller against a server made of the crate's own server halves, in virtual time. Names are those of
 //! `control-plane.md` 11.
+#![allow(clippy::unwrap_used)] // a test that cannot go on fails
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -323,7 +324,7 @@ fn reply(status: u16, message: &str) -> codervpn_control::api::Reply {
 }
 
 fn unauthorized(class: codervpn_control::api::Unauthorized) -> DialFailure {
-    ApiError::Unauthorized { reply: reply(401, "text"), class }
+    ApiError::Unauthorized { reply: Box::new(reply(401, "text")), class }
 }
 
 #[tokio::test(start_paused = true)]

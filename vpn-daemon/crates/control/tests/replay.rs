@@ -1,5 +1,6 @@
 //! A recorded session of a real server, replayed against the controller: the server's bytes as they were split then, one
 //! at a time, and joined. What must come out follows from the recording's own messages, decoded without our multiplexer.
+#![allow(clippy::unwrap_used)] // a test that cannot go on fails
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};

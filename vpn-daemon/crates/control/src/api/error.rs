@@ -57,7 +57,7 @@ pub enum ApiError {
     #[error("{}", unauthorized_text(.reply, .class))]
     Unauthorized {
         /// What it said.
-        reply: Reply,
+        reply: Box<Reply>,
         /// What it means.
         class: Unauthorized,
     },
@@ -75,13 +75,13 @@ pub enum ApiError {
     },
     /// The deployment lets only browsers in.
     #[error("the deployment allows no connections but those of browsers ({})", .0.message)]
-    BrowserOnly(Reply),
+    BrowserOnly(Box<Reply>),
     /// Too many requests.
     #[error("{}; it will be tried again later", .0)]
-    RateLimited(Reply),
+    RateLimited(Box<Reply>),
     /// Any other status.
     #[error("{}", status_text(.0))]
-    Status(Reply),
+    Status(Box<Reply>),
     /// A Coder server whose answer cannot be used.
     #[error("the answer of {url} cannot be used: {reason}")]
     Broken {
@@ -212,7 +212,7 @@ pub(crate) fn classify(endpoint: Endpoint, response: &Response) -> Option<ApiErr
     if response.status.is_success() {
         return None;
     }
-    let reply = Reply::read(response);
+    let reply = Box::new(Reply::read(response));
     let json = json::ErrorBody::find(response, endpoint == Endpoint::Dial).is_some();
     let ours = json || response.headers.contains_key(super::BUILD_VERSION);
     Some(match reply.status {

@@ -17,7 +17,7 @@ pub struct Backoff {
 
 impl Backoff {
     /// The next wait.
-    pub fn next(&mut self) -> Duration {
+    pub fn next_delay(&mut self) -> Duration {
         let delay = self.last.mul_f64(FACTOR).min(CEILING);
         self.last = delay.max(SEED);
         delay
@@ -37,14 +37,14 @@ mod tests {
     #[test]
     fn tr_64_series_of_waits() {
         let mut backoff = Backoff::default();
-        let mut waits = || (backoff.next().as_secs_f64() * 10_000.0).round() / 10.0;
+        let mut waits = || (backoff.next_delay().as_secs_f64() * 10_000.0).round() / 10.0;
         let expected =
             [0.0, 80.9, 130.9, 211.8, 342.7, 554.5, 897.2, 1451.7, 2348.9, 3800.6, 6149.5, 9950.1, 10_000.0, 10_000.0];
         for wait in expected {
             assert_eq!(waits(), wait);
         }
         backoff.reset();
-        assert_eq!(backoff.next(), Duration::ZERO);
-        assert!(backoff.next() > SEED);
+        assert_eq!(backoff.next_delay(), Duration::ZERO);
+        assert!(backoff.next_delay() > SEED);
     }
 }

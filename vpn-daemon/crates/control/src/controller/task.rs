@@ -76,7 +76,7 @@ impl State {
         let mut backoff = Backoff::default();
         let mut first_phase = true;
         let mut attempt = 0;
-        let mut delay = backoff.next();
+        let mut delay = backoff.next_delay();
         loop {
             self.unless_stopped(sleep(delay)).await?;
             // CC-2: with no delay the timer may have won against a stop signal that was there before it.
@@ -104,18 +104,18 @@ impl State {
                     if since.elapsed() >= STEADY {
                         backoff.reset();
                     }
-                    delay = backoff.next();
+                    delay = backoff.next_delay();
                     (reason, false)
                 }
                 Err(error) if error.is_refused_resume_token() => {
                     self.resume.refused();
-                    delay = backoff.next();
+                    delay = backoff.next_delay();
                     (error.to_string(), false)
                 }
                 Err(error) if error.is_permanent() && first_phase => return Some(error),
                 Err(error) => {
                     first_phase = false;
-                    delay = backoff.next();
+                    delay = backoff.next_delay();
                     if let Some(wait) = error.retry_after() {
                         delay = delay.max(wait);
                     }
