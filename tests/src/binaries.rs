@@ -12,6 +12,8 @@ use anyhow::{Context, bail};
 /// In an isolated child: the folder that its parent has built into. There is
 /// no network inside, and the parent waits, so nothing changes meanwhile.
 pub(crate) const BUILT: &str = "CODERVPN_TEST_PROGRAMS";
+/// The same for the release profile.
+pub(crate) const BUILT_RELEASE: &str = "CODERVPN_TEST_RELEASE_PROGRAMS";
 
 /// Path of `codervpnd`.
 pub fn codervpnd() -> anyhow::Result<PathBuf> {
@@ -26,9 +28,23 @@ pub fn codervpn() -> anyhow::Result<PathBuf> {
 /// The folder that holds both, built on the first call.
 pub fn folder() -> anyhow::Result<&'static Path> {
     static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let built = FOLDER.get_or_init(|| match std::env::var_os(BUILT) {
+    built_once(&FOLDER, BUILT, || Ok(target()?.profile))
+}
+
+/// The folder that holds both as users get them, in the release profile: for figures and benchmarks.
+pub fn release_folder() -> anyhow::Result<&'static Path> {
+    static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    built_once(&FOLDER, BUILT_RELEASE, || Ok("release".to_owned()))
+}
+
+fn built_once(
+    folder: &'static OnceLock<Result<PathBuf, String>>,
+    variable: &str,
+    profile: impl FnOnce() -> anyhow::Result<String>,
+) -> anyhow::Result<&'static Path> {
+    let built = folder.get_or_init(|| match std::env::var_os(variable) {
         Some(folder) => Ok(folder.into()),
-        None => build().map_err(|err| format!("{err:#}")),
+        None => profile().and_then(|profile| build(&profile)).map_err(|err| format!("{err:#}")),
     });
     built.as_deref().map_err(|err| anyhow::anyhow!("{err}"))
 }
@@ -58,12 +74,12 @@ pub(crate) fn target() -> anyhow::Result<Target> {
     Ok(Target { folder: folder.to_owned(), profile })
 }
 
-fn build() -> anyhow::Result<PathBuf> {
+fn build(profile: &str) -> anyhow::Result<PathBuf> {
     let target = target()?;
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let out = Command::new(cargo)
         .current_dir(workspace())
-        .args(["build", "--quiet", "--locked", "-p", "vpn-daemon", "-p", "vpn-cli", "--profile", &target.profile])
+        .args(["build", "--quiet", "--locked", "-p", "vpn-daemon", "-p", "vpn-cli", "--profile", profile])
         .arg("--target-dir")
         .arg(&target.folder)
         .stdin(Stdio::null())
@@ -72,6 +88,6 @@ fn build() -> anyhow::Result<PathBuf> {
     if !out.status.success() {
         bail!("cargo build of the programs failed:\n{}", String::from_utf8_lossy(&out.stderr));
     }
-    let folder = if target.profile == "dev" { "debug" } else { &target.profile };
+    let folder = if profile == "dev" { "debug" } else { profile };
     Ok(target.folder.join(folder))
 }

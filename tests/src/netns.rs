@@ -63,6 +63,7 @@ where
 pub struct Setup {
     uids: bool,
     programs: bool,
+    release_programs: bool,
     foreign: bool,
     resolved: bool,
     tun: bool,
@@ -81,6 +82,7 @@ impl Setup {
         Self {
             uids: false,
             programs: false,
+            release_programs: false,
             foreign: false,
             resolved: false,
             tun: false,
@@ -100,6 +102,13 @@ impl Setup {
     #[must_use]
     pub fn programs(mut self) -> Self {
         self.programs = true;
+        self
+    }
+
+    /// The same in the release profile, for figures and benchmarks: see [`binaries::release_folder`].
+    #[must_use]
+    pub fn release_programs(mut self) -> Self {
+        self.release_programs = true;
         self
     }
 
@@ -187,6 +196,9 @@ impl Setup {
         command.env_remove("XDG_RUNTIME_DIR");
         if self.programs {
             command.env(binaries::BUILT, binaries::folder()?);
+        }
+        if self.release_programs {
+            command.env(binaries::BUILT_RELEASE, binaries::release_folder()?);
         }
         if self.foreign {
             command.env(foreign::BUILT, foreign::program()?);
