@@ -24,7 +24,7 @@ impl Report {
         self.failed.is_empty()
     }
 
-    #[cfg(unix)]
+    #[cfg(target_os = "linux")]
     fn note(&mut self, outcome: Result<Option<crate::dns::direct::Restored>, crate::dns::Error>) {
         match outcome {
             Ok(None) => {}
@@ -65,18 +65,24 @@ pub fn undo_leftovers(paths: &Paths) -> Report {
 /// Only the resolver file, for a panic hook or a second SIGTERM: takes no lock, since the thread
 /// that failed may hold it, and waits for nothing.
 pub fn restore_while_aborting(paths: &Paths) -> Report {
-    let mut report = Report::default();
-    #[cfg(unix)]
-    report.note(crate::dns::direct::restore_while_aborting(paths));
-    #[cfg(not(unix))]
-    let _ = paths;
+    #[cfg(target_os = "linux")]
+    let report = {
+        let mut report = Report::default();
+        report.note(crate::dns::direct::restore_while_aborting(paths));
+        report
+    };
+    #[cfg(not(target_os = "linux"))]
+    let report = {
+        let _ = paths;
+        Report::default()
+    };
     report
 }
 
 fn restore_resolver(paths: &Paths, report: &mut Report) {
-    #[cfg(unix)]
+    #[cfg(target_os = "linux")]
     report.note(crate::dns::direct::restore(paths));
-    #[cfg(not(unix))]
+    #[cfg(not(target_os = "linux"))]
     let _ = (paths, report);
 }
 

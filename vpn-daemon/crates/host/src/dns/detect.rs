@@ -9,10 +9,10 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 
-use super::resolv_conf::ResolvConf;
 use super::{Choice, Mode};
 use crate::Paths;
 
+#[cfg(target_os = "linux")]
 /// Larger files are not looked at.
 const MAX_FILE: usize = 64 * 1024;
 
@@ -59,27 +59,31 @@ pub struct NetworkManagerFacts {
 
 impl Facts {
     /// Looks; changes nothing, and takes three seconds at most when the bus hangs (D-11).
+    #[cfg(target_os = "linux")]
     pub async fn gather(paths: &Paths) -> Facts {
         let mut facts = Facts {
             link_target: std::fs::read_link(&paths.resolv_conf).ok(),
             nss_resolve: read(&paths.nsswitch_conf).is_some_and(|text| asks_resolve_before_dns(&text)),
             has_resolvconf: has_own_resolvconf(),
+            not_replaceable: super::direct::is_possible(paths).err().map(|error| error.to_string()),
             ..Facts::default()
         };
         if let Some(text) = read(&paths.resolv_conf) {
             facts.owner = owner(&text);
-            facts.name_servers =
-                ResolvConf::parse(text.as_bytes()).name_servers.iter().map(|server| server.address).collect();
+            facts.name_servers = super::resolv_conf::ResolvConf::parse(text.as_bytes())
+                .name_servers
+                .iter()
+                .map(|server| server.address)
+                .collect();
         }
-        #[cfg(unix)]
-        {
-            facts.not_replaceable = super::direct::is_possible(paths).err().map(|error| error.to_string());
-        }
-        #[cfg(target_os = "linux")]
-        {
-            (facts.resolved, facts.network_manager) = super::resolved::ask_who_is_there().await;
-        }
+        (facts.resolved, facts.network_manager) = super::resolved::ask_who_is_there().await;
         facts
+    }
+
+    /// There is nothing to look at yet.
+    #[cfg(not(target_os = "linux"))]
+    pub async fn gather(_paths: &Paths) -> Facts {
+        Facts::default()
     }
 
     /// resolv.conf leads to systemd-resolved's stub and nowhere else.
@@ -186,6 +190,7 @@ fn overrides_resolved(version: &str) -> bool {
     (next(), next()) == (Some(1), Some(26)) && next().is_none_or(|patch| patch <= 5)
 }
 
+#[cfg(target_os = "linux")]
 /// Among the leading comments, the last one that names a program.
 fn owner(resolv_conf: &str) -> Option<Owner> {
     resolv_conf
@@ -205,6 +210,7 @@ fn owner(resolv_conf: &str) -> Option<Owner> {
         .last()
 }
 
+#[cfg(target_os = "linux")]
 /// `hosts: … resolve … dns …`
 fn asks_resolve_before_dns(nsswitch: &str) -> bool {
     nsswitch.lines().filter_map(|line| line.split('#').next()?.trim().strip_prefix("hosts:")).any(|sources| {
@@ -212,6 +218,7 @@ fn asks_resolve_before_dns(nsswitch: &str) -> bool {
     })
 }
 
+#[cfg(target_os = "linux")]
 /// systemd installs `resolvconf` as another name of `resolvectl`; that one means nothing.
 fn has_own_resolvconf() -> bool {
     ["/usr/sbin", "/sbin", "/usr/bin", "/bin"]
@@ -220,12 +227,13 @@ fn has_own_resolvconf() -> bool {
         .any(|path| path.file_name().is_some_and(|name| name != "resolvectl"))
 }
 
+#[cfg(target_os = "linux")]
 fn read(path: &std::path::Path) -> Option<String> {
     let bytes = crate::files::read_if_present(path, MAX_FILE).ok()??;
     Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-#[cfg(test)]
+#[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
 

@@ -15,11 +15,12 @@ use futures_util::future::BoxFuture;
 use crate::Paths;
 
 pub mod detect;
-#[cfg(unix)]
+#[cfg(target_os = "linux")]
 pub mod direct;
 pub mod none;
-#[cfg(unix)]
+#[cfg(target_os = "linux")]
 mod nscd;
+#[cfg(target_os = "linux")]
 pub mod resolv_conf;
 #[cfg(target_os = "linux")]
 pub mod resolved;
@@ -230,7 +231,7 @@ pub async fn install(mode: ConfiguredMode, paths: &Paths, config: &DnsConfig) ->
 pub fn open(mode: Mode, paths: &Paths) -> Result<Box<dyn Backend>, Error> {
     match mode {
         Mode::None => Ok(Box::new(none::NoChanges)),
-        #[cfg(unix)]
+        #[cfg(target_os = "linux")]
         Mode::Direct => Ok(Box::new(direct::Direct::new(paths))),
         #[cfg(target_os = "linux")]
         Mode::Resolved => Ok(Box::new(resolved::Resolved::new())),

@@ -12,7 +12,8 @@ pub(crate) struct PrivateBus {
 impl PrivateBus {
     /// `None` where there is no `dbus-daemon`. Listens in `folder`.
     pub(crate) fn start(folder: &Path) -> Option<Self> {
-        let address = format!("unix:path={}", folder.join("bus").display());
+        let socket = folder.join("system_bus_socket");
+        let address = format!("unix:path={}", socket.display());
         let configuration = folder.join("bus.conf");
         std::fs::write(
             &configuration,
@@ -27,6 +28,7 @@ impl PrivateBus {
     <allow send_destination="*" eavesdrop="true"/>
     <allow eavesdrop="true"/>
     <allow own="*"/>
+    <allow user="*"/>
   </policy>
 </busconfig>"#
             ),
