@@ -20,7 +20,6 @@ pub(crate) fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
 pub(crate) fn create_private_dir(path: &Path) -> io::Result<()> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true);
-    #[cfg(unix)]
     std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
     builder.create(path)
 }
@@ -28,7 +27,6 @@ pub(crate) fn create_private_dir(path: &Path) -> io::Result<()> {
 fn create_private(path: &Path) -> io::Result<File> {
     let mut options = std::fs::OpenOptions::new();
     options.write(true).create(true).truncate(true);
-    #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
     options.open(path)
 }
@@ -36,10 +34,8 @@ fn create_private(path: &Path) -> io::Result<File> {
 /// Makes a rename or removal of `path` durable.
 pub(crate) fn sync_parent(path: &Path) -> io::Result<()> {
     match path.parent() {
-        // Windows has no such thing.
-        #[cfg(unix)]
         Some(parent) => File::open(parent)?.sync_all(),
-        _ => Ok(()),
+        None => Ok(()),
     }
 }
 

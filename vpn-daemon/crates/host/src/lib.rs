@@ -14,6 +14,7 @@
 
 pub mod cleanup;
 pub mod dns;
+#[cfg(target_os = "linux")]
 mod files;
 pub mod lock;
 mod paths;

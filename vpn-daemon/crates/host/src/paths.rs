@@ -28,11 +28,13 @@ impl Paths {
     }
 
     /// Records of direct mode.
+    #[cfg(target_os = "linux")]
     pub(crate) fn dns_dir(&self) -> PathBuf {
         self.state_dir.join("dns")
     }
 
     /// Record of the policy rule.
+    #[cfg(target_os = "linux")]
     pub(crate) fn routes_record(&self) -> PathBuf {
         self.state_dir.join("routes.json")
     }
