@@ -20,7 +20,10 @@ pub mod direct;
 pub mod none;
 #[cfg(target_os = "linux")]
 mod nscd;
-#[cfg(target_os = "linux")]
+#[cfg_attr(
+    not(target_os = "linux"),
+    allow(dead_code, reason = "only Linux writes the file; its reader is for everyone")
+)]
 pub mod resolv_conf;
 #[cfg(target_os = "linux")]
 pub mod resolved;
