@@ -798,3 +798,113 @@ impl Inbox {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dialer::DialerConfig;
+    use codervpn_wire::derp_map::{DerpMapFields, RegionFields, RelayNodeFields};
+
+    fn region() -> Region {
+        let node = RelayNodeFields { name: "1a".into(), host_name: "relay.invalid".into(), ..Default::default() };
+        let fields = RegionFields { region_id: 1, nodes: vec![node], ..Default::default() };
+        let map = DerpMapFields { region_scores: Vec::new(), regions: vec![(1, fields)] };
+        DerpMap::from_fields(&map).0.regions.into_values().next().unwrap()
+    }
+
+    fn state() -> RegionState {
+        let shared = Shared {
+            dialer: Dialer::new(DialerConfig::default()).unwrap(),
+            key: NodePrivate::from_bytes([7; 32]).unwrap(),
+            access: RelayAccess::default(),
+            inbox: Inbox::new(Arc::new(|| {})),
+            receive_pool: Pool::for_receiving(),
+            send_pool: Pool::for_sending(),
+            started: Instant::now(),
+        };
+        RegionState::new(region(), Arc::new(shared))
+    }
+
+    fn batch(state: &RegionState) -> SendBatch {
+        let mut batch = SendBatch::new(&state.shared.send_pool);
+        batch.push(&NodePublic::from_wire([1; 32]), b"packet");
+        batch
+    }
+
+    /// Data plane 2.9: `min(n² × 10 ms, 5 s)` with jitter, and T-45.
+    #[tokio::test(start_paused = true)]
+    async fn t_45_back_off_grows_and_is_spaced() {
+        let mut backoff = Backoff::default();
+        for n in 1..40u64 {
+            let start = Instant::now();
+            backoff.attempt();
+            backoff.failed();
+            let wait = backoff.next_attempt() - start;
+            let base = Duration::from_millis((n * n * 10).min(5000));
+            assert!(wait >= base / 2 && wait >= ATTEMPT_SPACING, "{n}: {wait:?}");
+            assert!(wait <= (base * 3 / 2).max(ATTEMPT_SPACING), "{n}: {wait:?}");
+            tokio::time::advance(wait).await;
+        }
+        backoff.heard();
+        backoff.failed();
+        assert!(backoff.next_attempt() - Instant::now() <= Duration::from_millis(15));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_region_is_needed_for_a_minute_after_use_and_always_as_home() {
+        let state = state();
+        assert!(!state.is_needed());
+        state.touch();
+        tokio::time::advance(Duration::from_secs(59)).await;
+        assert!(state.is_needed());
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert!(!state.is_needed());
+        state.home.store(true, Relaxed);
+        assert!(state.is_needed());
+    }
+
+    /// Fast path: what waits is bounded by time as well as by size.
+    #[tokio::test(start_paused = true)]
+    async fn stale_batches_are_not_sent() {
+        let state = state();
+        assert_eq!(state.send(batch(&state)), Sent::Queued);
+        tokio::time::advance(STALE + Duration::from_millis(1)).await;
+        assert_eq!(state.send(batch(&state)), Sent::Queued);
+        let mut writing = VecDeque::new();
+        state.take_queued(&mut writing, 8);
+        assert_eq!(writing.len(), 1);
+        assert_eq!(state.counters.dropped_packets.load(Relaxed), 1);
+        state.finished(&writing[0].batch);
+        let outbox = lock(&state.outbox);
+        assert_eq!((outbox.bytes, outbox.frames), (0, 0));
+    }
+
+    /// A lagging consumer stops the reading, and going on wakes it.
+    #[test]
+    fn the_inbox_is_bounded_and_joins_small_batches() {
+        let inbox = Inbox::new(Arc::new(|| {}));
+        let pool = Pool::for_receiving();
+        let id = RegionId::new(1).unwrap();
+        let small = [0u8; 100];
+        let make = || {
+            let mut buffer = pool.take();
+            buffer.extend_from_slice(&small);
+            RelayBatch::new(id, buffer, 1, &pool)
+        };
+        inbox.push_batch(make());
+        assert!(inbox.join(id, &small, 1));
+        assert!(!inbox.join(RegionId::new(2).unwrap(), &small, 1));
+        for _ in 1..INBOX_BATCHES {
+            assert!(inbox.has_room());
+            inbox.push_batch(make());
+        }
+        assert!(!inbox.has_room());
+        let (Some(Incoming::Packets(first)), false) = inbox.pop() else { panic!() };
+        assert_eq!((first.count(), first.len()), (2, 200));
+        assert!((0..INBOX_BATCHES).any(|_| inbox.pop().1), "reading never resumed");
+        let hints = || RelayEvent::Health { region: id, text: None };
+        (0..2 * INBOX_EVENTS).for_each(|_| inbox.push_event(hints()));
+        let inbox = lock(&inbox.state);
+        assert_eq!(inbox.items.len() - inbox.batches, INBOX_EVENTS);
+    }
+}

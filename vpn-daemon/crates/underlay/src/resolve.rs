@@ -94,3 +94,41 @@ fn build(servers: Vec<SocketAddr>) -> Source {
         Err(error) => Source::Unusable(error.to_string()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::net::UdpSocket;
+
+    /// Answers every A question with 127.0.0.9 and everything else with nothing.
+    async fn name_server() -> SocketAddr {
+        let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let address = socket.local_addr().unwrap();
+        tokio::spawn(async move {
+            let mut query = [0; 512];
+            while let Ok((length, from)) = socket.recv_from(&mut query).await {
+                // The question ends four bytes behind the name's root label.
+                let name_end = 12 + query[12..length].iter().position(|byte| *byte == 0).unwrap();
+                let question = &query[12..name_end + 5];
+                let is_a = question[question.len() - 4..] == [0, 1, 0, 1];
+                let mut answer = query[..2].to_vec();
+                answer.extend([0x81, 0x80, 0, 1, 0, u8::from(is_a), 0, 0, 0, 0]);
+                answer.extend(question);
+                if is_a {
+                    answer.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 127, 0, 0, 9]);
+                }
+                let _ = socket.send_to(&answer, from).await;
+            }
+        });
+        address
+    }
+
+    #[tokio::test]
+    async fn base_servers_are_asked_instead_of_the_system() {
+        let resolve = Resolve::new(vec![name_server().await]);
+        let wanted: Vec<IpAddr> = vec!["127.0.0.9".parse().unwrap()];
+        assert_eq!(resolve.lookup("coder.example").await.unwrap(), wanted);
+        resolve.set_servers(Vec::new());
+        assert!(resolve.lookup("localhost").await.unwrap().iter().all(IpAddr::is_loopback));
+    }
+}

@@ -4,7 +4,6 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -164,7 +163,6 @@ fn acceptor(certificate: CertificateDer<'static>, key: &KeyPair) -> TlsAcceptor 
 pub(crate) struct RelayLog {
     pub(crate) heads: Mutex<Vec<String>>,
     pub(crate) preferred: Mutex<Vec<bool>>,
-    pub(crate) accepted: AtomicUsize,
 }
 
 type Clients = Arc<Mutex<HashMap<[u8; 32], mpsc::UnboundedSender<Vec<u8>>>>>;
@@ -206,7 +204,6 @@ async fn relay_client<S>(mut stream: S, log: &RelayLog, clients: &Clients) -> st
 where
     S: AsyncRead + AsyncWrite + Unpin + Send,
 {
-    log.accepted.fetch_add(1, Ordering::SeqCst);
     let head = read_head(&mut stream).await;
     let probe = head.starts_with("GET /derp/latency-check");
     log.heads.lock().unwrap().push(head);
