@@ -12,10 +12,12 @@
 
 #![forbid(unsafe_code)]
 
+mod backoff;
 pub mod batch;
 mod certificate;
 pub mod dialer;
 pub mod http;
+mod inbox;
 pub mod probe;
 mod proxy;
 mod relay;

@@ -29,8 +29,10 @@ use tracing::{debug, warn};
 
 pub use codervpn_wire::derp_map::RegionId;
 
+use crate::backoff::Backoff;
 use crate::batch::{Pool, RelayBatch, SendBatch};
 use crate::dialer::Dialer;
+use crate::inbox::Inbox;
 use crate::probe::{self, ProbeError};
 use crate::relay::{self, RelayAccess, RelayError};
 use crate::relay_session::Session;
@@ -50,22 +52,6 @@ const LOW_WATER: usize = 128 * 1024;
 /// Packets older than this are not worth sending: their sender has repeated
 /// them. Long enough for the packets that wait for the first connect.
 const STALE: Duration = Duration::from_secs(3);
-/// Received bytes that may wait for the data thread. It takes less than 50 ms
-/// to work them off; until then the relays are not read.
-const INBOX_BYTES: usize = 2 * 1024 * 1024;
-/// Batches that may wait, since each owns a buffer.
-const INBOX_BATCHES: usize = 64;
-/// Batches up to this size are joined with the one that waits already.
-const JOIN: usize = 16 * 1024;
-/// Hints (peer gone, health) that may wait; further ones are dropped.
-const INBOX_EVENTS: usize = 1024;
-/// Attempts to one region are at least so far apart (T-45).
-const ATTEMPT_SPACING: Duration = Duration::from_millis(250);
-/// Longest wait between two attempts (before the jitter).
-const BACKOFF_LIMIT: Duration = Duration::from_secs(5);
-/// A relay that announces a restart is believed up to these (data plane 2.9).
-const RESTART_WAIT: Duration = Duration::from_secs(10);
-const RESTART_TRY: Duration = Duration::from_secs(30);
 
 /// How [`Relays`] works.
 #[derive(Clone)]
@@ -657,145 +643,7 @@ fn note_failure(state: &RegionState, error: &RelayError) {
     }
 }
 
-/// When the next attempt may begin (data plane 2.9, T-45).
-#[derive(Default)]
-struct Backoff {
-    failures: u32,
-    last_attempt: Option<Instant>,
-    wait_until: Option<Instant>,
-    /// Until then failures do not make the waits longer.
-    patient_until: Option<Instant>,
-}
-
-impl Backoff {
-    fn attempt(&mut self) {
-        self.last_attempt = Some(Instant::now());
-        self.wait_until = None;
-    }
-
-    fn heard(&mut self) {
-        self.failures = 0;
-    }
-
-    fn failed(&mut self) {
-        let patient = self.patient_until.is_some_and(|until| Instant::now() < until);
-        if !patient || self.failures == 0 {
-            self.failures = self.failures.saturating_add(1);
-        }
-        self.wait_until = Some(Instant::now() + jittered(self.delay()));
-    }
-
-    fn restarting(&mut self, reconnect_in: Duration, try_for: Duration) {
-        let now = Instant::now();
-        self.failures = 0;
-        self.wait_until = Some(now + jittered(reconnect_in.min(RESTART_WAIT)));
-        self.patient_until = Some(now + reconnect_in.min(RESTART_WAIT) + try_for.min(RESTART_TRY));
-    }
-
-    /// `min(n² × 10 ms, 5 s)`.
-    fn delay(&self) -> Duration {
-        let squared = self.failures.saturating_mul(self.failures);
-        (Duration::from_millis(10).saturating_mul(squared)).min(BACKOFF_LIMIT)
-    }
-
-    fn next_attempt(&self) -> Instant {
-        let now = Instant::now();
-        let spaced = self.last_attempt.map_or(now, |last| last + ATTEMPT_SPACING);
-        spaced.max(self.wait_until.unwrap_or(now))
-    }
-}
-
-/// Uniform from half to one and a half, so that clients do not come back together.
-fn jittered(delay: Duration) -> Duration {
-    delay.mul_f64(rand::random_range(0.5..1.5))
-}
-
-/// What waits for the data thread, from all regions.
-pub(crate) struct Inbox {
-    state: Mutex<InboxState>,
-    wake: Arc<dyn Fn() + Send + Sync>,
-}
-
-#[derive(Default)]
-struct InboxState {
-    items: VecDeque<Incoming>,
-    bytes: usize,
-    batches: usize,
-    /// Some region stopped reading because of the bounds.
-    paused: bool,
-}
-
-impl Inbox {
-    fn new(wake: Arc<dyn Fn() + Send + Sync>) -> Inbox {
-        Inbox { state: Mutex::default(), wake }
-    }
-
-    /// Whether a connection may be read. If not, its task is woken when it may.
-    pub(crate) fn has_room(&self) -> bool {
-        let mut state = lock(&self.state);
-        let room = state.bytes < INBOX_BYTES && state.batches < INBOX_BATCHES;
-        state.paused |= !room;
-        room
-    }
-
-    /// Copies whole frames into the batch that waits last, if it is of the
-    /// same region, has room, and there are few.
-    pub(crate) fn join(&self, region: RegionId, frames: &[u8], packets: usize) -> bool {
-        if frames.len() > JOIN {
-            return false;
-        }
-        let mut state = lock(&self.state);
-        let joined = match state.items.back_mut() {
-            Some(Incoming::Packets(last)) => last.region == region && last.append(frames, packets),
-            _ => false,
-        };
-        if joined {
-            state.bytes += frames.len();
-        }
-        joined
-    }
-
-    pub(crate) fn push_batch(&self, batch: RelayBatch) {
-        let mut state = lock(&self.state);
-        state.bytes += batch.len();
-        state.batches += 1;
-        self.push(state, Incoming::Packets(batch));
-    }
-
-    fn push_event(&self, event: RelayEvent) {
-        let state = lock(&self.state);
-        let hint = matches!(event, RelayEvent::PeerGone { .. } | RelayEvent::Health { .. });
-        if hint && state.items.len() - state.batches >= INBOX_EVENTS {
-            return;
-        }
-        self.push(state, Incoming::Event(event));
-    }
-
-    fn push(&self, mut state: MutexGuard<'_, InboxState>, incoming: Incoming) {
-        let first = state.items.is_empty();
-        state.items.push_back(incoming);
-        drop(state);
-        if first {
-            (self.wake)();
-        }
-    }
-
-    fn pop(&self) -> (Option<Incoming>, bool) {
-        let mut state = lock(&self.state);
-        let incoming = state.items.pop_front();
-        if let Some(Incoming::Packets(batch)) = &incoming {
-            state.bytes -= batch.len();
-            state.batches -= 1;
-        }
-        let resume = state.paused && state.bytes < INBOX_BYTES / 2 && state.batches < INBOX_BATCHES / 2;
-        if resume {
-            state.paused = false;
-        }
-        (incoming, resume)
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -831,25 +679,6 @@ mod tests {
         batch
     }
 
-    /// Data plane 2.9: `min(n² × 10 ms, 5 s)` with jitter, and T-45.
-    #[tokio::test(start_paused = true)]
-    async fn t_45_back_off_grows_and_is_spaced() {
-        let mut backoff = Backoff::default();
-        for n in 1..40u64 {
-            let start = Instant::now();
-            backoff.attempt();
-            backoff.failed();
-            let wait = backoff.next_attempt() - start;
-            let base = Duration::from_millis((n * n * 10).min(5000));
-            assert!(wait >= base / 2 && wait >= ATTEMPT_SPACING, "{n}: {wait:?}");
-            assert!(wait <= (base * 3 / 2).max(ATTEMPT_SPACING), "{n}: {wait:?}");
-            tokio::time::advance(wait).await;
-        }
-        backoff.heard();
-        backoff.failed();
-        assert!(backoff.next_attempt() - Instant::now() <= Duration::from_millis(15));
-    }
-
     #[tokio::test(start_paused = true)]
     async fn a_region_is_needed_for_a_minute_after_use_and_always_as_home() {
         let state = state();
@@ -877,34 +706,5 @@ mod tests {
         state.finished(&writing[0].batch);
         let outbox = lock(&state.outbox);
         assert_eq!((outbox.bytes, outbox.frames), (0, 0));
-    }
-
-    /// A lagging consumer stops the reading, and going on wakes it.
-    #[test]
-    fn the_inbox_is_bounded_and_joins_small_batches() {
-        let inbox = Inbox::new(Arc::new(|| {}));
-        let pool = Pool::for_receiving();
-        let id = RegionId::new(1).unwrap();
-        let small = [0u8; 100];
-        let make = || {
-            let mut buffer = pool.take();
-            buffer.extend_from_slice(&small);
-            RelayBatch::new(id, buffer, 1, &pool)
-        };
-        inbox.push_batch(make());
-        assert!(inbox.join(id, &small, 1));
-        assert!(!inbox.join(RegionId::new(2).unwrap(), &small, 1));
-        for _ in 1..INBOX_BATCHES {
-            assert!(inbox.has_room());
-            inbox.push_batch(make());
-        }
-        assert!(!inbox.has_room());
-        let (Some(Incoming::Packets(first)), false) = inbox.pop() else { panic!() };
-        assert_eq!((first.count(), first.len()), (2, 200));
-        assert!((0..INBOX_BATCHES).any(|_| inbox.pop().1), "reading never resumed");
-        let hints = || RelayEvent::Health { region: id, text: None };
-        (0..2 * INBOX_EVENTS).for_each(|_| inbox.push_event(hints()));
-        let inbox = lock(&inbox.state);
-        assert_eq!(inbox.items.len() - inbox.batches, INBOX_EVENTS);
     }
 }
