@@ -2,7 +2,9 @@
 //! against it: test harnesses, foreign peers, the demo and `cargo verify`.
 #![forbid(unsafe_code)]
 
+pub mod bench;
 pub mod binaries;
+pub mod daemon;
 pub mod foreign;
 pub mod netns;
 pub mod packages;

@@ -128,7 +128,7 @@ pub fn spawn(
 
 impl Daemon {
     async fn run(mut self) {
-        let mut next = Next::Stopped(Stopped::default());
+        let mut next = Next::Stopped(Stopped);
         loop {
             next = match next {
                 Next::Stopped(state) => state.run(&mut self).await,
@@ -148,8 +148,11 @@ impl Daemon {
             status.since = SystemTime::now();
             status.owner = owner;
             status.last_failure = failure;
-            if matches!(lifecycle, Lifecycle::Starting | Lifecycle::Stopped) {
-                status.tunnel = TunnelStatus::default();
+            match lifecycle {
+                Lifecycle::Starting | Lifecycle::Stopped => status.tunnel = TunnelStatus::default(),
+                // Names are gone from here on, so nobody is to be shown them.
+                Lifecycle::Stopping => status.tunnel.workspaces.clear(),
+                Lifecycle::Started => {}
             }
         });
     }

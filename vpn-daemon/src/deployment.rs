@@ -191,7 +191,7 @@ impl Deployment {
             }
             ControlEvent::CoordinatorError(text) => {
                 tracing::error!(text, "the coordinator reports an error");
-                self.view.coordinator_error(text);
+                self.view.coordinator_error(&text);
             }
             ControlEvent::DerpMap(map) => self.take_map(map).await,
             ControlEvent::Workspaces(update) => {
@@ -274,7 +274,7 @@ impl Deployment {
     async fn take_request(&mut self, request: Request) {
         match request {
             Request::Ping { target, reply } => {
-                let Some(id) = self.pings.ask(target, reply, &self.workspaces, &self.names) else { return };
+                let Some(id) = self.pings.ask(&target, reply, &self.workspaces, &self.names) else { return };
                 let _ = self.tunnel.handle().apply(vec![engine::Command::Ping(id)]).await;
             }
             Request::CheckResolver => self.names.check(),

@@ -7,7 +7,6 @@ use super::{Daemon, Done, Next, Request, refused};
 use crate::deployment;
 use crate::failure::Failure;
 
-#[derive(Default)]
 pub(super) struct Stopped;
 
 impl Stopped {

@@ -154,7 +154,7 @@ impl Names {
     /// Resolves when the state of the resolver changed.
     pub(super) async fn changed(&mut self) {
         if self.status.changed().await.is_err() {
-            std::future::pending().await
+            std::future::pending::<()>().await;
         }
     }
 

@@ -49,13 +49,13 @@ impl Pings {
     /// Notes who asks. `Some`: this agent is to be pinged now.
     pub(super) fn ask(
         &mut self,
-        target: PingTarget,
+        target: &PingTarget,
         reply: Reply,
         workspaces: &Workspaces,
         names: &Names,
     ) -> Option<Uuid> {
-        let Some(id) = find(&target, workspaces, names) else {
-            let _ = reply.send(Err(unknown(&target)));
+        let Some(id) = find(target, workspaces, names) else {
+            let _ = reply.send(Err(unknown(target)));
             return None;
         };
         let waiting = self.waiting.entry(id).or_default();

@@ -82,7 +82,7 @@ impl View {
         self.error = Some(failure);
     }
 
-    pub(super) fn coordinator_error(&mut self, text: String) {
+    pub(super) fn coordinator_error(&mut self, text: &str) {
         self.error = Some(Failure::new(FailureCode::ServerError, format!("the coordinator says: {text}")));
     }
 
