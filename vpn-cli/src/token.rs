@@ -1,0 +1,200 @@
+//! The session token while it is in this program, and the places it may come from (dns-and-os 5.4).
+//!
+//! Never the command line, which every user can read, and never an environment variable, which is inherited.
+
+use std::env;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, IsTerminal as _, Read};
+use std::path::{Path, PathBuf};
+
+use zeroize::Zeroizing;
+
+use crate::problem::{Exit, Problem};
+
+/// Longest file that is looked at for a token. Tokens have a few dozen characters.
+const MAX_TOKEN: u64 = 16 * 1024;
+
+const TOKEN_FILE: &str = "CODER_SESSION_TOKEN_FILE";
+const CREDENTIALS: &str = "CREDENTIALS_DIRECTORY";
+const CREDENTIAL: &str = "coder-session-token";
+
+/// Neither `Debug` nor `Display`: it must have no way into a log or an error text.
+pub(crate) struct Token(Zeroizing<String>);
+
+impl Token {
+    /// Takes what a file, a pipe or a person gave, with or without an end of line.
+    pub(crate) fn parse(text: Zeroizing<String>, origin: &str) -> Result<Self, Problem> {
+        let trimmed = text.trim();
+        if trimmed.is_empty() {
+            return Err(Problem::failed(format!("{origin} holds no session token"), "copy a fresh one and try again"));
+        }
+        if !trimmed.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(Problem::failed(
+                format!("{origin} does not hold a session token: there are characters that no token has"),
+                "give the token alone, on one line",
+            ));
+        }
+        Ok(Self(Zeroizing::new(trimmed.to_owned())))
+    }
+
+    pub(crate) fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+/// Where a token is to be read from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Source {
+    File(PathBuf),
+    Stdin,
+    Prompt,
+}
+
+impl Source {
+    /// The first that applies of: the flag, the environment's file, the credential of a systemd unit.
+    pub(crate) fn given(flag: Option<&Path>) -> Option<Self> {
+        Self::choose(flag, |name| env::var_os(name))
+    }
+
+    fn choose(flag: Option<&Path>, var: impl Fn(&str) -> Option<OsString>) -> Option<Self> {
+        if let Some(path) = flag {
+            // Typing into a plain terminal would show the token.
+            return Some(match path.to_str() {
+                Some("-") if io::stdin().is_terminal() => Self::Prompt,
+                Some("-") => Self::Stdin,
+                _ => Self::File(path.to_owned()),
+            });
+        }
+        let var = |name| var(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        if let Some(path) = var(TOKEN_FILE) {
+            return Some(Self::File(path));
+        }
+        let credential = var(CREDENTIALS)?.join(CREDENTIAL);
+        credential.is_file().then_some(Self::File(credential))
+    }
+
+    /// `url` is where the person can get a token.
+    pub(crate) async fn read(&self, url: &str) -> Result<Token, Problem> {
+        match self {
+            Self::File(path) => {
+                let origin = path.display().to_string();
+                let cannot = |error: io::Error| {
+                    Problem::failed(format!("cannot read the session token from {origin}: {error}"), "check the path")
+                };
+                Token::parse(read_limited(File::open(path).map_err(cannot)?).map_err(cannot)?, &origin)
+            }
+            Self::Stdin => {
+                let text = read_limited(io::stdin().lock()).map_err(|error| {
+                    Problem::failed(format!("cannot read the session token from standard input: {error}"), "")
+                })?;
+                Token::parse(text, "standard input")
+            }
+            Self::Prompt => prompt(url).await,
+        }
+    }
+}
+
+fn read_limited(reader: impl Read) -> io::Result<Zeroizing<String>> {
+    let mut text = Zeroizing::new(String::new());
+    reader.take(MAX_TOKEN + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_TOKEN {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "too large to be a token"));
+    }
+    Ok(text)
+}
+
+/// Asks without echo, on the terminal even when standard input is something else.
+async fn prompt(url: &str) -> Result<Token, Problem> {
+    let terminal = Terminal::open().map_err(|_| {
+        Problem::usage(
+            "there is no terminal to ask for a session token",
+            format!("get one at {url}/cli-auth and pass it with --token-file FILE, or --token-file - for a pipe"),
+        )
+    })?;
+    let asked = tokio::task::spawn_blocking(|| rpassword::prompt_password("Session token: ").map(Zeroizing::new));
+    // Whoever drops this future, as Ctrl-C does, gets a terminal back that echoes.
+    let text = asked.await;
+    drop(terminal);
+    match text {
+        Ok(Ok(text)) => Token::parse(text, "your answer"),
+        Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => Err(Problem::interrupted()),
+        Ok(Err(error)) => {
+            Err(Problem::failed(format!("cannot read from the terminal: {error}"), "pass the token with --token-file"))
+        }
+        Err(_) => Err(Problem::new(Exit::Failed, "cannot read from the terminal", "pass the token with --token-file")),
+    }
+}
+
+/// The terminal's settings before the prompt, put back on every way out.
+#[cfg(unix)]
+struct Terminal {
+    tty: File,
+    settings: rustix::termios::Termios,
+}
+
+#[cfg(unix)]
+impl Terminal {
+    fn open() -> io::Result<Self> {
+        let tty = File::options().read(true).write(true).open("/dev/tty")?;
+        let settings = rustix::termios::tcgetattr(&tty)?;
+        Ok(Self { tty, settings })
+    }
+}
+
+#[cfg(unix)]
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        // Nothing can be done about a terminal that is gone.
+        let _ = rustix::termios::tcsetattr(&self.tty, rustix::termios::OptionalActions::Now, &self.settings);
+    }
+}
+
+#[cfg(not(unix))]
+struct Terminal;
+
+#[cfg(not(unix))]
+impl Terminal {
+    fn open() -> io::Result<Self> {
+        Ok(Self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Token, Problem> {
+        Token::parse(Zeroizing::new(text.to_owned()), "the file")
+    }
+
+    #[test]
+    fn ends_of_line_are_no_part_of_a_token() {
+        for text in ["abc-DEF", "abc-DEF\n", "abc-DEF\r\n", "  abc-DEF \n"] {
+            assert_eq!(parse(text).map(|token| token.expose().to_owned()), Ok("abc-DEF".to_owned()));
+        }
+    }
+
+    #[test]
+    fn a_bad_token_is_refused_without_repeating_it() {
+        for text in ["", "\n", "SECRET SECRET", "SECRET\nSECRET", "SECRÉT", "SECRET\u{7}"] {
+            let problem = parse(text).map(|_| ()).unwrap_err();
+            assert!(!format!("{problem:?}").contains("SECR"), "{problem:?}");
+        }
+    }
+
+    #[test]
+    fn sources_have_an_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let credential = dir.path().join(CREDENTIAL);
+        let credentials = dir.path().as_os_str().to_owned();
+        let only_credentials = |name: &str| (name == CREDENTIALS).then(|| credentials.clone());
+        assert_eq!(Source::choose(None, |_| None), None);
+        assert_eq!(Source::choose(None, only_credentials), None, "the file is not there");
+        std::fs::write(&credential, "x").unwrap();
+        assert_eq!(Source::choose(None, only_credentials), Some(Source::File(credential)));
+        let both = |name: &str| Some(if name == TOKEN_FILE { "/t".into() } else { credentials.clone() });
+        assert_eq!(Source::choose(None, both), Some(Source::File("/t".into())));
+        assert_eq!(Source::choose(Some(Path::new("/flag")), both), Some(Source::File("/flag".into())));
+    }
+}
