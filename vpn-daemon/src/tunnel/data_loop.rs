@@ -115,7 +115,7 @@ impl<D: PacketDevice> DataLoop<D> {
     /// True when there may be more.
     fn take_from_device(&mut self, buffer: &mut [u8], now: Instant) -> io::Result<bool> {
         for _ in 0..DEVICE_TURN {
-            if self.out.is_congested() {
+            if self.out.paused_until(now).is_some() {
                 return Ok(false);
             }
             let length = match self.out.device.recv(buffer) {
@@ -268,7 +268,8 @@ impl<D: PacketDevice> DataLoop<D> {
     }
 
     fn sleep(&mut self) {
-        let until = [self.engine.poll_timeout(), self.responder.as_mut().and_then(Responder::poll_timeout)];
+        let paused = self.out.paused_until(Instant::now());
+        let until = [self.engine.poll_timeout(), self.responder.as_mut().and_then(Responder::poll_timeout), paused];
         let limit = until
             .into_iter()
             .flatten()
@@ -278,7 +279,7 @@ impl<D: PacketDevice> DataLoop<D> {
         // Rounded up: waking a little late costs nothing, a little early costs a turn for nothing.
         let limit = limit + Duration::from_micros(if limit.is_zero() { 0 } else { 50 });
         let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-        let wanted = if self.out.is_congested() { PollFlags::empty() } else { PollFlags::IN };
+        let wanted = if paused.is_some() { PollFlags::empty() } else { PollFlags::IN };
         let wake = self.wake.clone();
         let mut waiting = [
             PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN),

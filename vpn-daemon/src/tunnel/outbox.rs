@@ -1,6 +1,7 @@
 //! Where the engine writes: datagrams into one batch per relay region, packets straight to the device.
 
 use std::io;
+use std::time::{Duration, Instant};
 
 use codervpn_engine::{Route, Sink};
 use codervpn_underlay::SendBatch;
@@ -14,12 +15,15 @@ const ROOM: usize = 2048;
 /// Regions with a batch in the making at the same time. One is the rule; beyond, the first is sent early.
 const OPEN_BATCHES: usize = 8;
 
+/// One relay that hardly moves must not hold up the agents behind others: after this its packets are dropped instead.
+const LONGEST_PAUSE: Duration = Duration::from_millis(250);
+
 pub(super) struct Outbox<D> {
     pub(super) device: D,
     pub(super) relays: Relays,
     pub(super) counters: Counters,
-    /// Regions whose queue asked us to pause reading from the device.
-    congested: Vec<RegionId>,
+    /// Regions whose queue asked us to pause reading from the device, and until when we do.
+    congested: Vec<(RegionId, Instant)>,
     batches: Vec<(RegionId, SendBatch)>,
     sealed: Box<[u8; ROOM]>,
     opened: Box<[u8; ROOM]>,
@@ -48,13 +52,14 @@ impl<D: PacketDevice> Outbox<D> {
         }
     }
 
-    /// Whether packets should wait in the device's queue rather than in ours.
-    pub(super) fn is_congested(&self) -> bool {
-        !self.congested.is_empty()
+    /// Until when packets should wait in the device's queue rather than in ours.
+    pub(super) fn paused_until(&mut self, now: Instant) -> Option<Instant> {
+        self.congested.retain(|(_, until)| *until > now);
+        self.congested.iter().map(|(_, until)| *until).max()
     }
 
     pub(super) fn drained(&mut self, region: RegionId) {
-        self.congested.retain(|other| *other != region);
+        self.congested.retain(|(other, _)| *other != region);
     }
 
     pub(super) fn take_loss(&mut self) -> Option<io::Error> {
@@ -73,9 +78,8 @@ impl<D: PacketDevice> Outbox<D> {
         match self.relays.send(region, batch) {
             Sent::Queued => {}
             Sent::Congested => {
-                if !self.congested.contains(&region) {
-                    self.congested.push(region);
-                }
+                self.drained(region);
+                self.congested.push((region, Instant::now() + LONGEST_PAUSE));
             }
             Sent::Dropped | Sent::NoSuchRegion => self.counters.relay_dropped += frames,
         }
