@@ -100,3 +100,80 @@ impl Device {
         Self { id: base64::engine::general_purpose::STANDARD.encode(Sha256::digest(machine_id)) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use codervpn_proto::vpn::start_request::Header;
+
+    fn request() -> StartRequest {
+        StartRequest {
+            coder_url: "https://coder.example.com/".into(),
+            api_token: "abc-DEF_123".into(),
+            ..StartRequest::default()
+        }
+    }
+
+    fn refused(request: StartRequest) -> Failure {
+        match Parameters::from_request(request, &Device::default()) {
+            Err(failure) => failure,
+            Ok(_) => panic!("accepted"),
+        }
+    }
+
+    #[test]
+    fn missing_fields_are_named() {
+        let failure = refused(StartRequest { coder_url: String::new(), ..request() });
+        assert_eq!(failure.code, FailureCode::BadUrl);
+        assert!(failure.to_string().contains("URL"), "{failure}");
+        let failure = refused(StartRequest { api_token: String::new(), ..request() });
+        assert_eq!(failure.code, FailureCode::MissingToken);
+    }
+
+    #[test]
+    fn urls_that_cannot_be_dialled_are_refused() {
+        for url in ["ftp://coder.example.com", "coder.example.com", "https://", "https://user:secret@coder.example.com"]
+        {
+            let failure = refused(StartRequest { coder_url: url.into(), ..request() });
+            assert_eq!(failure.code, FailureCode::BadUrl, "{url}");
+            assert!(!failure.to_string().contains("secret"), "R-26: {failure}");
+        }
+    }
+
+    #[test]
+    fn a_token_or_header_with_line_breaks_is_refused_without_repeating_it() {
+        let failure = refused(StartRequest { api_token: "to\nken".into(), ..request() });
+        assert_eq!(failure.code, FailureCode::BadRequest);
+        assert!(!failure.to_string().contains("ken\""), "{failure}");
+        let header = Header { name: "X-Front".into(), value: "hidden\r\nEvil: 1".into() };
+        let failure = refused(StartRequest { headers: vec![header], ..request() });
+        assert!(failure.to_string().contains("X-Front") && !failure.to_string().contains("hidden"), "{failure}");
+    }
+
+    #[test]
+    fn device_fields_are_filled_only_where_empty() {
+        let device = Device::from_machine_id("0123456789abcdef0123456789abcdef\n");
+        let Ok(own) = Parameters::from_request(request(), &device) else { panic!("refused") };
+        // base64 of SHA-256 over the trimmed text, as other frontends compute it.
+        assert_eq!(own.telemetry.device_id, "PrG9Q5lH63YpmOVmzMLgmceREYsvQFecxPfaK1Bht/k=");
+        assert_eq!(own.telemetry.device_os, "Linux");
+        let named = StartRequest { device_id: "dev-1".into(), device_os: "Plan 9".into(), ..request() };
+        let Ok(named) = Parameters::from_request(named, &device) else { panic!("refused") };
+        assert_eq!((named.telemetry.device_id.as_str(), named.telemetry.device_os.as_str()), ("dev-1", "Plan 9"));
+        assert!(Device::from_machine_id("  \n").id.is_empty());
+    }
+
+    #[test]
+    fn sameness_includes_everything_but_spelling_of_the_url() {
+        let parse = |request| match Parameters::from_request(request, &Device::default()) {
+            Ok(parameters) => parameters,
+            Err(failure) => panic!("{failure}"),
+        };
+        let one = parse(request());
+        assert!(one.same(&parse(StartRequest { coder_url: "https://coder.example.com".into(), ..request() })));
+        assert!(!one.same(&parse(StartRequest { api_token: "other".into(), ..request() })));
+        let header = |value: &str| Header { name: "A".into(), value: value.into() };
+        let two = parse(StartRequest { headers: vec![header("1"), header("2")], ..request() });
+        assert!(!two.same(&parse(StartRequest { headers: vec![header("2"), header("1")], ..request() })));
+    }
+}

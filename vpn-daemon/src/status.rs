@@ -299,3 +299,71 @@ pub fn workspace_status(status: codervpn_control::WorkspaceStatus) -> vpn::works
         From::Deleted => To::Deleted,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use codervpn_proto::ext::FailureCode;
+
+    fn running() -> Status {
+        let agent = |id: u128, fqdn: &[&str]| AgentStatus {
+            id: Uuid::from_u128(id),
+            name: "main".into(),
+            fqdn: fqdn.iter().map(|name| (*name).to_owned()).collect(),
+            address: Ipv6Addr::LOCALHOST,
+            path: PathStatus::default(),
+        };
+        let workspace = WorkspaceStatus {
+            id: Uuid::from_u128(1),
+            name: "dev".into(),
+            status: vpn::workspace::Status::Running,
+            agents: vec![agent(2, &["dev.coder", "main.dev.me.coder"]), agent(3, &[])],
+        };
+        Status {
+            lifecycle: Lifecycle::Started,
+            owner: Some(1000),
+            tunnel: TunnelStatus {
+                deployment: "https://coder.example.com".into(),
+                workspaces: vec![workspace],
+                control_error: Some(Failure::new(FailureCode::Unreachable, "no answer")),
+                ..TunnelStatus::default()
+            },
+            ..Status::stopped(SystemTime::UNIX_EPOCH)
+        }
+    }
+
+    #[test]
+    fn the_whole_view_has_peers_paths_and_what_is_degraded() {
+        let status = running().to_proto(true);
+        let update = status.peer_update.unwrap();
+        let ext = status.ext.unwrap();
+        assert_eq!(update.upserted_agents.len(), 1, "R-18: an agent without a name is not reported");
+        assert_eq!(update.upserted_agents[0].fqdn, ["dev.coder.", "main.dev.me.coder."]);
+        assert_eq!(ext.agents.len(), 1);
+        assert_eq!(status.error_message, "no answer");
+        assert!(!ext.restricted && ext.revision > 0);
+    }
+
+    #[test]
+    fn others_see_the_lifecycle_and_nothing_else() {
+        let status = running().to_proto(false);
+        assert_eq!(status.lifecycle, i32::from(vpn::status::Lifecycle::Started));
+        assert_eq!(status.peer_update, Some(vpn::PeerUpdate::default()), "frontends dereference it");
+        assert!(status.error_message.is_empty());
+        let ext = status.ext.unwrap();
+        let told = ext::StatusExt {
+            revision: ext.revision,
+            service_version: ext.service_version.clone(),
+            since: ext.since,
+            restricted: true,
+            ..ext::StatusExt::default()
+        };
+        assert_eq!(ext, told);
+    }
+
+    #[test]
+    fn a_handshake_that_never_was_is_absent() {
+        let status = running().to_proto(true);
+        assert_eq!(status.peer_update.unwrap().upserted_agents[0].last_handshake, None);
+    }
+}
