@@ -72,7 +72,7 @@ impl Store {
         file.take(MAX_FILE).read_to_string(&mut text).map_err(|error| cannot(&error))?;
         // serde's own words may quote what they do not like; it may be the token.
         let read: Read = serde_json::from_str(&text).map_err(|_| cannot(&"it is damaged"))?;
-        let token = Token::parse(Zeroizing::new(read.token), &path.display().to_string())?;
+        let token = Token::parse(&Zeroizing::new(read.token), &path.display().to_string())?;
         Ok(Some(Session { url: read.url, token }))
     }
 
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     fn session(token: &str) -> Session {
-        let token = Token::parse(Zeroizing::new(token.to_owned()), "test").unwrap();
+        let token = Token::parse(token, "test").unwrap();
         Session { url: "https://coder.example.com/".into(), token }
     }
 

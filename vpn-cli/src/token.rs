@@ -24,7 +24,7 @@ pub(crate) struct Token(Zeroizing<String>);
 
 impl Token {
     /// Takes what a file, a pipe or a person gave, with or without an end of line.
-    pub(crate) fn parse(text: Zeroizing<String>, origin: &str) -> Result<Self, Problem> {
+    pub(crate) fn parse(text: &str, origin: &str) -> Result<Self, Problem> {
         let trimmed = text.trim();
         if trimmed.is_empty() {
             return Err(Problem::failed(format!("{origin} holds no session token"), "copy a fresh one and try again"));
@@ -82,13 +82,13 @@ impl Source {
                 let cannot = |error: io::Error| {
                     Problem::failed(format!("cannot read the session token from {origin}: {error}"), "check the path")
                 };
-                Token::parse(read_limited(File::open(path).map_err(cannot)?).map_err(cannot)?, &origin)
+                Token::parse(&read_limited(File::open(path).map_err(cannot)?).map_err(cannot)?, &origin)
             }
             Self::Stdin => {
                 let text = read_limited(io::stdin().lock()).map_err(|error| {
                     Problem::failed(format!("cannot read the session token from standard input: {error}"), "")
                 })?;
-                Token::parse(text, "standard input")
+                Token::parse(&text, "standard input")
             }
             Self::Prompt => prompt(url).await,
         }
@@ -117,7 +117,7 @@ async fn prompt(url: &str) -> Result<Token, Problem> {
     let text = asked.await;
     drop(terminal);
     match text {
-        Ok(Ok(text)) => Token::parse(text, "your answer"),
+        Ok(Ok(text)) => Token::parse(&text, "your answer"),
         Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => Err(Problem::interrupted()),
         Ok(Err(error)) => {
             Err(Problem::failed(format!("cannot read from the terminal: {error}"), "pass the token with --token-file"))
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     fn parse(text: &str) -> Result<Token, Problem> {
-        Token::parse(Zeroizing::new(text.to_owned()), "the file")
+        Token::parse(text, "the file")
     }
 
     #[test]
