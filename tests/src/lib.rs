@@ -2,12 +2,15 @@
 //! against it: test harnesses, foreign peers, the demo and `cargo verify`.
 #![forbid(unsafe_code)]
 
+pub mod agent;
 pub mod bench;
 pub mod binaries;
+pub mod coderd;
 pub mod daemon;
 pub mod foreign;
 pub mod netns;
 pub mod packages;
+pub mod relay;
 pub mod report;
 pub mod rootfs;
 pub mod skip;

@@ -1,0 +1,177 @@
+//! Keeps an agent's parts in step: what the coordinator says goes to the data loop, what the data loop says goes to the
+//! coordinator. The same abstractions as the daemon's, in the other role.
+
+use std::time::Duration;
+
+use codervpn_control::{ControlEvent, Handle, PeerUpdateKind};
+use codervpn_engine::{self as engine, RelayLatency};
+use codervpn_underlay::Relays;
+use codervpn_wire::derp_map::RegionId;
+use codervpn_wire::node::Family;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use vpn_daemon::tunnel::{Tunnel, TunnelEvent};
+
+const PROBE_EVERY: Duration = Duration::from_secs(30);
+const PROBE_LIMIT: Duration = Duration::from_secs(3);
+/// While the relay is being connected it is looked at so often.
+const LOOK: Duration = Duration::from_millis(5);
+/// A graceful end may take so long.
+const LEAVE: Duration = Duration::from_secs(3);
+
+pub(super) struct Parts {
+    pub(super) control: Handle,
+    pub(super) control_events: mpsc::Receiver<ControlEvent>,
+    pub(super) tunnel: Tunnel,
+    pub(super) tunnel_events: mpsc::Receiver<TunnelEvent>,
+    pub(super) relays: Relays,
+    pub(super) progress: watch::Sender<Progress>,
+}
+
+/// How far an agent is.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Progress {
+    connected: bool,
+    home: Option<RegionId>,
+    published: bool,
+    on_relay: bool,
+    /// The last trouble.
+    trouble: String,
+}
+
+impl Progress {
+    pub(super) fn is_ready(&self) -> bool {
+        self.connected && self.published && self.on_relay
+    }
+}
+
+pub(super) async fn run(mut parts: Parts, leave: CancellationToken) {
+    let mut probe = interval(PROBE_EVERY);
+    probe.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut look = interval(LOOK);
+    let mut probes = JoinSet::new();
+    loop {
+        tokio::select! {
+            () = leave.cancelled() => break,
+            event = parts.control_events.recv() => match event {
+                Some(event) => {
+                    if parts.take_control_event(event).await {
+                        measure(&parts.relays, &mut probes);
+                    }
+                }
+                None => return,
+            },
+            event = parts.tunnel_events.recv() => match event {
+                Some(event) => parts.take_tunnel_event(event).await,
+                None => return,
+            },
+            _ = probe.tick() => measure(&parts.relays, &mut probes),
+            Some(done) = probes.join_next(), if !probes.is_empty() => {
+                if let Ok(latencies) = done {
+                    let _ = parts.tunnel.handle().apply(vec![engine::Command::RelayLatencies(latencies)]).await;
+                }
+            }
+            _ = look.tick(), if !parts.progress.borrow().on_relay => parts.look_at_relay(),
+        }
+    }
+    let Parts { control, mut control_events, tunnel, relays, .. } = parts;
+    tokio::select! {
+        _ = tokio::time::timeout(LEAVE, control.shutdown()) => {}
+        () = async { while control_events.recv().await.is_some() {} std::future::pending().await } => {}
+    }
+    relays.close();
+    tunnel.stop().await;
+}
+
+impl Parts {
+    /// True when there is a new map.
+    async fn take_control_event(&mut self, event: ControlEvent) -> bool {
+        let commands = match event {
+            ControlEvent::PeerUpdates(updates) => {
+                let commands = updates.into_iter().map(|update| match update.kind {
+                    PeerUpdateKind::Node(node) => engine::Command::Node { id: update.id, node },
+                    PeerUpdateKind::Disconnected => engine::Command::Disconnected(update.id),
+                    PeerUpdateKind::Lost => engine::Command::Lost(update.id),
+                    PeerUpdateKind::ReadyForHandshake => engine::Command::ReadyForHandshake(update.id),
+                });
+                commands.collect()
+            }
+            ControlEvent::AllPeersLost => vec![engine::Command::AllLost],
+            ControlEvent::DerpMap(map) => {
+                self.relays.set_map(&map);
+                let _ = self.tunnel.handle().apply(vec![engine::Command::DerpMap(map)]).await;
+                return true;
+            }
+            ControlEvent::Connected { .. } => {
+                self.progress.send_modify(|progress| progress.connected = true);
+                return false;
+            }
+            ControlEvent::Lost { reason, .. } => {
+                tracing::debug!(reason, "agent lost its control connection");
+                self.progress.send_modify(|progress| {
+                    progress.connected = false;
+                    progress.trouble = reason;
+                });
+                return false;
+            }
+            ControlEvent::Refused { error } => {
+                tracing::warn!(%error, "agent refused");
+                self.progress.send_modify(|progress| progress.trouble = error.to_string());
+                return false;
+            }
+            ControlEvent::CoordinatorError(text) => {
+                tracing::warn!(text, "the coordinator complains about an agent");
+                self.progress.send_modify(|progress| progress.trouble = text);
+                return false;
+            }
+            ControlEvent::Connecting { .. } | ControlEvent::Workspaces(_) => return false,
+        };
+        let _ = self.tunnel.handle().apply(commands).await;
+        false
+    }
+
+    async fn take_tunnel_event(&mut self, event: TunnelEvent) {
+        match event {
+            TunnelEvent::SelfNode(node) => {
+                let home = node.home;
+                self.control.set_self_node(*node);
+                // Published when the controller has worked off what was before.
+                let _ = self.control.settled().await;
+                self.progress.send_modify(|progress| {
+                    progress.published = home.is_some();
+                    if progress.home != home {
+                        progress.home = home;
+                        progress.on_relay = false;
+                    }
+                });
+            }
+            TunnelEvent::Programmed(id) => {
+                let _ = self.control.ready_for_handshake([id]).await;
+            }
+            TunnelEvent::DeviceLost(reason) => tracing::error!(reason, "an agent's device is gone"),
+            TunnelEvent::PeerChanged(_) | TunnelEvent::PingDone { .. } | TunnelEvent::Forward(_) => {}
+        }
+    }
+
+    fn look_at_relay(&self) {
+        let home = self.progress.borrow().home;
+        if home.is_some_and(|home| self.relays.is_connected(home)) {
+            self.progress.send_modify(|progress| progress.on_relay = true);
+        }
+    }
+}
+
+fn measure(relays: &Relays, probes: &mut JoinSet<Vec<RelayLatency>>) {
+    let relays = relays.clone();
+    probes.spawn(async move {
+        let answers = relays.probe(PROBE_LIMIT).await;
+        let latencies = answers.into_iter().filter_map(|(region, answer)| {
+            let answer = answer.ok()?;
+            let family = if answer.address.is_ipv4() { Family::V4 } else { Family::V6 };
+            Some(RelayLatency { region, family, latency: answer.latency })
+        });
+        latencies.collect()
+    });
+}
