@@ -427,3 +427,7 @@ fn tunnel_id(bytes: &[u8]) -> Result<Uuid, String> {
     Uuid::from_slice(bytes)
         .map_err(|_| format!("unable to convert bytes to UUID: invalid UUID (got {} bytes)", bytes.len()))
 }
+
+#[cfg(test)]
+#[path = "coordinator_tests.rs"]
+mod tests;

@@ -364,3 +364,111 @@ fn running(transition: Transition) -> Status {
         Transition::Delete => Status::Deleting,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWNER: Uuid = Uuid::from_u128(1);
+    const OTHER: Uuid = Uuid::from_u128(2);
+
+    /// A message in the notation of CC-65.
+    async fn said(updates: &mut Subscription) -> String {
+        let update = updates.next().await.unwrap();
+        let mut words = Vec::new();
+        words.extend(update.upserted_workspaces.iter().map(|w| format!("+{} {:?}", w.name, w.status())));
+        words.extend(update.deleted_workspaces.iter().map(|w| format!("-{} {:?}", w.name, w.status())));
+        words.extend(update.upserted_agents.iter().map(|a| format!("+@{}", a.name)));
+        words.extend(update.deleted_agents.iter().map(|a| format!("-@{}", a.name)));
+        words.sort();
+        words.join(", ")
+    }
+
+    async fn nothing(updates: &mut Subscription) {
+        let waiting = tokio::time::timeout(std::time::Duration::ZERO, updates.next()).await;
+        assert!(waiting.is_err(), "{waiting:?}");
+    }
+
+    fn agents(names: &[&str]) -> Vec<(Uuid, String)> {
+        names.iter().map(|name| (Uuid::new_v4(), (*name).to_owned())).collect()
+    }
+
+    #[tokio::test]
+    async fn cc_65_real_sequences() {
+        let store = WorkspaceStore::default();
+        let mut updates = store.subscribe(OWNER);
+        // CC-55: the snapshot comes even when it is empty.
+        assert_eq!(said(&mut updates).await, "");
+        let dev = store.create(OWNER, "dev").unwrap();
+        store.finish_build(dev, &agents(&["a", "b"])).unwrap();
+        assert_eq!(said(&mut updates).await, "+dev Starting");
+        assert_eq!(said(&mut updates).await, "+@a, +@b, +dev Running");
+        store.create_build(dev, Transition::Stop, false).unwrap();
+        store.finish_build(dev, &[]).unwrap();
+        assert_eq!(said(&mut updates).await, "+dev Stopping, -@a, -@b");
+        assert_eq!(said(&mut updates).await, "+dev Stopped");
+        store.create_build(dev, Transition::Start, true).unwrap();
+        store.run_build(dev).unwrap();
+        store.finish_build(dev, &agents(&["a"])).unwrap();
+        for message in ["+dev Pending", "+dev Starting", "+@a, +dev Running"] {
+            assert_eq!(said(&mut updates).await, message);
+        }
+        // A restart by a new start build: new ids, which is why both lists name the agent.
+        store.create_build(dev, Transition::Start, false).unwrap();
+        store.finish_build(dev, &agents(&["a"])).unwrap();
+        assert_eq!(said(&mut updates).await, "+dev Starting, -@a");
+        assert_eq!(said(&mut updates).await, "+@a, +dev Running");
+        store.create_build(dev, Transition::Stop, false).unwrap();
+        store.cancel_build(dev).unwrap();
+        for message in ["+dev Stopping, -@a", "+dev Canceling", "+dev Canceled"] {
+            assert_eq!(said(&mut updates).await, message);
+        }
+        store.create_build(dev, Transition::Start, false).unwrap();
+        store.fail_build(dev).unwrap();
+        assert_eq!(said(&mut updates).await, "+dev Starting");
+        assert_eq!(said(&mut updates).await, "+dev Failed");
+        // DELETED is never said.
+        store.create_build(dev, Transition::Delete, false).unwrap();
+        store.finish_build(dev, &[]).unwrap();
+        assert_eq!(said(&mut updates).await, "+dev Deleting");
+        assert_eq!(said(&mut updates).await, "-dev Deleting");
+        nothing(&mut updates).await;
+    }
+
+    /// CC-52: a rename is no event and comes with the next one, without agents.
+    #[tokio::test]
+    async fn a_rename_comes_with_the_next_event() {
+        let store = WorkspaceStore::default();
+        let dev = store.create(OWNER, "dev").unwrap();
+        store.finish_build(dev, &agents(&["a"])).unwrap();
+        let mut updates = store.subscribe(OWNER);
+        assert_eq!(said(&mut updates).await, "+@a, +dev Running");
+        store.rename(dev, "prod").unwrap();
+        nothing(&mut updates).await;
+        store.create(OWNER, "other").unwrap();
+        assert_eq!(said(&mut updates).await, "+other Starting, +prod Running");
+    }
+
+    /// Others hear nothing and may not tunnel; changes can be merged.
+    #[tokio::test]
+    async fn owners_are_apart_and_events_can_be_merged() {
+        let store = WorkspaceStore::default();
+        let (mut updates, mut others) = (store.subscribe(OWNER), store.subscribe(OTHER));
+        assert_eq!((said(&mut updates).await, said(&mut others).await), (String::new(), String::new()));
+        let main = agents(&["a"]);
+        store.merged(|store| {
+            let dev = store.create(OWNER, "dev").unwrap();
+            store.finish_build(dev, &main).unwrap();
+            store.create(OWNER, "second").unwrap();
+        });
+        assert_eq!(said(&mut updates).await, "+@a, +dev Running, +second Starting");
+        nothing(&mut updates).await;
+        nothing(&mut others).await;
+        let agent = main[0].0;
+        assert!(store.may_tunnel(OWNER, agent) && !store.may_tunnel(OTHER, agent));
+        store.set_admin(OTHER);
+        assert!(store.may_tunnel(OTHER, agent));
+        store.set_database_down(true);
+        assert!(!store.may_tunnel(OWNER, agent));
+    }
+}
