@@ -5,17 +5,23 @@
 //! bytes are moved here, requests go to a [`Requests`].
 
 use std::collections::{BTreeSet, HashSet};
+use std::time::Duration;
 
 use codervpn_proto::tailnet as pb;
 use codervpn_proto::tailnet::coordinate_response::peer_update::Kind;
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::convert::{node_from_proto, uuid};
 use crate::event::{PeerUpdate, PeerUpdateKind};
+use crate::refusals::Refusals;
 use crate::tailnet::CoordinateWriter;
 
 /// Start of the texts about handshake acknowledgements, which end nothing (CC-26).
 const READY_ERROR: &str = "ready for handshake error";
+
+/// Start of the texts about tunnels that are not allowed, or cannot be looked up (CC-66).
+const AUTHORIZATION: &str = "authorization: ";
 
 /// Text of a coordinator that gave our id to another connection.
 const OVERWRITTEN: &str = "peer ID overwritten by new connection";
@@ -51,6 +57,7 @@ pub(crate) struct Coordination {
     /// Of the present connection.
     strays: HashSet<Uuid>,
     error: Option<String>,
+    refusals: Refusals,
 }
 
 /// What an answer says.
@@ -62,25 +69,71 @@ pub(crate) struct Answer {
 
 impl Coordination {
     pub(crate) fn new(strict: bool) -> Self {
-        Self { strict, destinations: BTreeSet::new(), strays: HashSet::new(), error: None }
+        Self {
+            strict,
+            destinations: BTreeSet::new(),
+            strays: HashSet::new(),
+            error: None,
+            refusals: Refusals::default(),
+        }
     }
 
     /// A new Coordinate stream: everything is asked for again. Our node has been queued before (CC-14).
     pub(crate) fn connected(&mut self, requests: &mut impl Requests) {
         self.strays.clear();
         self.error = None;
-        for id in &self.destinations {
-            requests.add_tunnel(*id);
+        for id in self.refusals.at_connect(&self.destinations) {
+            requests.add_tunnel(id);
+        }
+    }
+
+    /// The connection is over; how long it lived tells whether its requests ended it.
+    pub(crate) fn disconnected(&mut self, lived: Duration) {
+        let refused = self.error.as_deref().is_some_and(|text| text.starts_with(AUTHORIZATION));
+        self.refusals.connection_ended(refused, lived);
+    }
+
+    /// So many connections were ended by refusals that it matters whether the session itself is good (CC-66).
+    pub(crate) fn doubts_session(&self) -> bool {
+        self.refusals.wants_probing()
+    }
+
+    /// It is: find out which destination is refused.
+    pub(crate) fn session_is_good(&mut self) {
+        self.refusals.begin(&self.destinations);
+    }
+
+    /// The first update of a WorkspaceUpdates stream has come.
+    pub(crate) fn snapshot(&mut self, requests: &mut impl Requests) {
+        for id in self.refusals.snapshot() {
+            requests.add_tunnel(id);
+        }
+    }
+
+    /// When [`Coordination::tick`] is due on a connection.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        self.refusals.due(Instant::now())
+    }
+
+    /// Goes on with destinations that were held back.
+    pub(crate) fn tick(&mut self, requests: &mut impl Requests) {
+        for id in self.refusals.tick(Instant::now()) {
+            requests.add_tunnel(id);
         }
     }
 
     /// Makes the destinations exactly these: additions first, then removals (CC-19).
     pub(crate) fn set(&mut self, wanted: BTreeSet<Uuid>, mut requests: Option<&mut impl Requests>) {
-        if let Some(requests) = requests.as_mut() {
-            for id in wanted.difference(&self.destinations) {
+        for id in wanted.difference(&self.destinations) {
+            if self.refusals.admit(*id)
+                && let Some(requests) = requests.as_mut()
+            {
                 requests.add_tunnel(*id);
             }
-            for id in self.destinations.difference(&wanted) {
+        }
+        for id in self.destinations.difference(&wanted) {
+            self.refusals.forget(*id);
+            if let Some(requests) = requests.as_mut() {
                 requests.remove_tunnel(*id);
             }
         }

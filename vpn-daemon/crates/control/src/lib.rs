@@ -19,6 +19,7 @@ pub mod coordination;
 pub mod derp_maps;
 pub mod event;
 pub mod mux;
+mod refusals;
 pub mod resume_token;
 pub mod rpc;
 pub mod tailnet;

@@ -49,6 +49,8 @@ struct Server {
     ignore_disconnect: AtomicBool,
     read_delay: Mutex<Duration>,
     refuse_tunnels: AtomicBool,
+    refused: Mutex<Option<Uuid>>,
+    session_bad: AtomicBool,
     snapshot: Mutex<pb::WorkspaceUpdate>,
     live: AtomicUsize,
 }
@@ -77,8 +79,9 @@ impl Server {
             if request.disconnect.is_some() {
                 heard.push(Heard::Disconnect);
             }
-            let refused =
-                self.refuse_tunnels.load(Ordering::Relaxed) && heard.iter().any(|h| matches!(h, Heard::Add(_)));
+            let bad = *self.refused.lock().unwrap();
+            let all = self.refuse_tunnels.load(Ordering::Relaxed);
+            let refused = heard.iter().any(|heard| matches!(heard, Heard::Add(id) if all || Some(*id) == bad));
             let left = heard.contains(&Heard::Disconnect) && !self.ignore_disconnect.load(Ordering::Relaxed);
             self.heard.lock().unwrap().extend(heard);
             if refused {
@@ -193,6 +196,10 @@ impl Dial for Lab {
             };
             Ok(Dialed { transport: Box::new(transport), server_version: Some("v2.26.0".into()) })
         })
+    }
+
+    fn session_is_good(&self) -> std::pin::Pin<Box<dyn Future<Output = bool> + Send + '_>> {
+        Box::pin(async { !self.server.session_bad.load(Ordering::Relaxed) })
     }
 }
 
@@ -700,6 +707,60 @@ async fn tr_51_refused_tunnels_keep_the_back_off() {
     }
     assert!(begin.elapsed() > Duration::from_secs(3), "{:?}", begin.elapsed());
     run.handle.shutdown().await;
+}
+
+/// One of five agents is refused each time: the others get their tunnels, and it is tried again after a minute.
+#[tokio::test(start_paused = true)]
+async fn tr_52_a_refused_destination_does_not_keep_the_others_away() {
+    let server = Server::default();
+    *server.refused.lock().unwrap() = Some(id(3));
+    let mut run = start_with(server, vec![], ControllerRole::Client { owner: OWNER });
+    run.handle.set_destinations((1..=5).map(id)).await.unwrap();
+    // Three times all at once, then one at a time, and the refused one once more.
+    for _ in 0..5 {
+        assert!(run.lost().await.0.contains("authorization: "));
+    }
+    run.connected().await;
+    let last = || {
+        let heard = run.server.heard();
+        let begin = heard.iter().rposition(|heard| *heard == Heard::Gone).map_or(0, |at| at + 1);
+        heard[begin..].to_vec()
+    };
+    sleep(Duration::from_secs(10)).await;
+    let dials = run.dials();
+    let heard = last();
+    let tail: Vec<_> = heard.iter().rev().take(4).rev().cloned().collect();
+    assert_eq!(tail, [1, 2, 4, 5].map(|number| Heard::Add(id(number))), "{heard:?}");
+    *run.server.refused.lock().unwrap() = None;
+    sleep(Duration::from_secs(60)).await;
+    assert_eq!(last().last(), Some(&Heard::Add(id(3))), "quarantine ends");
+    assert_eq!(run.dials(), dials);
+    run.handle.shutdown().await;
+}
+
+/// CC-66, CC-67: while everything is refused nobody is left out, whether the session is said to be good or not.
+#[tokio::test(start_paused = true)]
+async fn tr_52_an_outage_is_no_verdict() {
+    for session_bad in [false, true] {
+        let server = Server::default();
+        server.refuse_tunnels.store(true, Ordering::Relaxed);
+        server.session_bad.store(session_bad, Ordering::Relaxed);
+        let mut run = start_with(server, vec![], ControllerRole::Client { owner: OWNER });
+        run.handle.set_destinations((1..=3).map(id)).await.unwrap();
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_secs(120) {
+            assert!(!run.lost().await.2);
+        }
+        run.server.refuse_tunnels.store(false, Ordering::Relaxed);
+        run.server.heard.lock().unwrap().clear();
+        run.connected().await;
+        sleep(Duration::from_secs(5)).await;
+        let heard = run.server.heard();
+        for number in 1..=3 {
+            assert!(heard.contains(&Heard::Add(id(number))), "{session_bad}: {heard:?}");
+        }
+        run.handle.shutdown().await;
+    }
 }
 
 /// TR-42, WS-13: garbage instead of yamux, and an end right after the 101: both redial.

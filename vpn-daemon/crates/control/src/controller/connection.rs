@@ -78,6 +78,7 @@ enum Event {
     DerpMap(Result<Option<pb::DerpMap>, RpcError>),
     Workspaces(Result<Option<pb::WorkspaceUpdate>, RpcError>),
     RefreshDue,
+    HeldBackDue,
     Refreshed(Result<pb::RefreshResumeTokenResponse, RpcError>),
     Posted(Posted),
 }
@@ -183,12 +184,19 @@ impl Calls {
                 Event::DerpMap(end) => Some(self.because("StreamDERPMaps", end.err(), state)),
                 Event::Workspaces(Ok(Some(update))) => match self.updates.read(update) {
                     Ok(update) => {
+                        if update.full {
+                            state.coordination.snapshot(&mut self.writer);
+                        }
                         state.emit(ControlEvent::Workspaces(update));
                         None
                     }
                     Err(error) => Some(error.to_string()),
                 },
                 Event::Workspaces(end) => Some(self.because("WorkspaceUpdates", end.err(), state)),
+                Event::HeldBackDue => {
+                    state.coordination.tick(&mut self.writer);
+                    None
+                }
                 Event::RefreshDue => {
                     self.refresh_at = None;
                     let client = self.client.clone();
@@ -216,6 +224,7 @@ impl Calls {
         let reading = !state.has_undelivered();
         let taking = self.writer.waiting() < REQUEST_BACKLOG;
         let writing = self.writer.waiting() > 0;
+        let held_back = state.coordination.due();
         let Outlets { commands, nodes, stop, events, outbox } = state.outlets();
         tokio::select! {
             biased;
@@ -230,6 +239,9 @@ impl Calls {
             answer = running(&mut self.refresh) => Event::Refreshed(answer),
             () = sleep_until(self.refresh_at.unwrap_or_else(Instant::now)), if self.refresh_at.is_some() => {
                 Event::RefreshDue
+            }
+            () = sleep_until(held_back.unwrap_or_else(Instant::now)), if held_back.is_some() && taking => {
+                Event::HeldBackDue
             }
             result = running(&mut self.post) => Event::Posted(result),
         }

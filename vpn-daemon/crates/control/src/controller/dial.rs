@@ -39,6 +39,11 @@ pub type DialFuture<'a> = Pin<Box<dyn Future<Output = Result<Dialed, DialFailure
 pub trait Dial: Send + Sync + 'static {
     /// One dial, with a resume token if there is one.
     fn dial<'a>(&'a self, resume_token: Option<&'a SecretString>) -> DialFuture<'a>;
+
+    /// Asks the server whether the session itself is good. "No" and "cannot say" are the same.
+    fn session_is_good(&self) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
+        Box::pin(std::future::ready(false))
+    }
 }
 
 /// Dials a deployment.
@@ -86,6 +91,10 @@ impl WebSocketDialer {
 impl Dial for WebSocketDialer {
     fn dial<'a>(&'a self, resume_token: Option<&'a SecretString>) -> DialFuture<'a> {
         Box::pin(self.connect(resume_token))
+    }
+
+    fn session_is_good(&self) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
+        Box::pin(async { self.api.user().await.is_ok() })
     }
 }
 

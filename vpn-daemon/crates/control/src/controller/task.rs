@@ -83,6 +83,9 @@ impl State {
             if self.is_stopped() {
                 return None;
             }
+            if self.coordination.doubts_session() && self.unless_stopped(dialer.session_is_good()).await? {
+                self.coordination.session_is_good();
+            }
             attempt += 1;
             self.emit(ControlEvent::Connecting { attempt });
             let token = self.resume.for_dial(SystemTime::now()).cloned();
@@ -101,6 +104,7 @@ impl State {
                     if self.coordination.was_overwritten() {
                         self.resume.forget();
                     }
+                    self.coordination.disconnected(since.elapsed());
                     if since.elapsed() >= STEADY {
                         backoff.reset();
                     }
