@@ -25,26 +25,33 @@ pub fn codervpn() -> anyhow::Result<PathBuf> {
     Ok(folder()?.join("codervpn"))
 }
 
+static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+
 /// The folder that holds both, built on the first call.
 pub fn folder() -> anyhow::Result<&'static Path> {
-    static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    built_once(&FOLDER, BUILT, || Ok(target()?.profile))
+    built_once(&FOLDER, BUILT, View::Quiet, || Ok(target()?.profile))
+}
+
+/// As [`folder`], for a person who waits and wants to see what for.
+pub fn folder_in_view() -> anyhow::Result<&'static Path> {
+    built_once(&FOLDER, BUILT, View::Shown, || Ok(target()?.profile))
 }
 
 /// The folder that holds both as users get them, in the release profile: for figures and benchmarks.
 pub fn release_folder() -> anyhow::Result<&'static Path> {
     static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    built_once(&FOLDER, BUILT_RELEASE, || Ok("release".to_owned()))
+    built_once(&FOLDER, BUILT_RELEASE, View::Quiet, || Ok("release".to_owned()))
 }
 
 fn built_once(
     folder: &'static OnceLock<Result<PathBuf, String>>,
     variable: &str,
+    view: View,
     profile: impl FnOnce() -> anyhow::Result<String>,
 ) -> anyhow::Result<&'static Path> {
     let built = folder.get_or_init(|| match std::env::var_os(variable) {
         Some(folder) => Ok(folder.into()),
-        None => profile().and_then(|profile| build(&profile)).map_err(|err| format!("{err:#}")),
+        None => profile().and_then(|profile| build(&profile, view)).map_err(|err| format!("{err:#}")),
     });
     built.as_deref().map_err(|err| anyhow::anyhow!("{err}"))
 }
@@ -74,19 +81,30 @@ pub(crate) fn target() -> anyhow::Result<Target> {
     Ok(Target { folder: folder.to_owned(), profile })
 }
 
-fn build(profile: &str) -> anyhow::Result<PathBuf> {
+/// Whether cargo speaks: in tests only of failures.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum View {
+    Quiet,
+    Shown,
+}
+
+fn build(profile: &str, view: View) -> anyhow::Result<PathBuf> {
     let target = target()?;
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let out = Command::new(cargo)
+    let mut command = Command::new(cargo);
+    command
         .current_dir(workspace())
-        .args(["build", "--quiet", "--locked", "-p", "vpn-daemon", "-p", "vpn-cli", "--profile", profile])
+        .args(["build", "--locked", "-p", "vpn-daemon", "-p", "vpn-cli", "--profile", profile])
         .arg("--target-dir")
         .arg(&target.folder)
-        .stdin(Stdio::null())
-        .output()
-        .context("cargo cannot be run")?;
+        .stdin(Stdio::null());
+    match view {
+        View::Quiet => command.arg("--quiet"),
+        View::Shown => command.stderr(Stdio::inherit()),
+    };
+    let out = command.output().context("cargo cannot be run")?;
     if !out.status.success() {
-        bail!("cargo build of the programs failed:\n{}", String::from_utf8_lossy(&out.stderr));
+        bail!("cargo build of the programs failed\n{}", String::from_utf8_lossy(&out.stderr));
     }
     let folder = if profile == "dev" { "debug" } else { profile };
     Ok(target.folder.join(folder))

@@ -7,6 +7,7 @@ pub mod bench;
 pub mod binaries;
 pub mod coderd;
 pub mod daemon;
+pub mod demo;
 pub mod foreign;
 pub mod netns;
 pub mod packages;

@@ -23,7 +23,20 @@ struct Need {
 
 /// Makes sure that every package is there, if `install` allows that.
 pub fn provide(install: bool) -> anyhow::Result<()> {
-    let missing = missing()?;
+    let all = parse(LIST)?;
+    provide_these(&all, install)
+}
+
+/// The same for some packages of the list.
+pub fn provide_some(packages: &[&str], install: bool) -> anyhow::Result<()> {
+    let mut some = parse(LIST)?;
+    some.retain(|need| packages.contains(&need.package.as_str()));
+    ensure!(some.len() == packages.len(), "the list of packages lacks some of {packages:?}");
+    provide_these(&some, install)
+}
+
+fn provide_these(needs: &[Need], install: bool) -> anyhow::Result<()> {
+    let missing = missing_of(needs);
     if missing.is_empty() {
         return Ok(());
     }
@@ -42,15 +55,18 @@ pub fn provide(install: bool) -> anyhow::Result<()> {
         apt_get(root, &["update"], &[])?;
         apt_get(root, &["install"], &missing)?;
     }
-    let still = self::missing()?;
+    let still = missing_of(needs);
     ensure!(still.is_empty(), "installed, but still without: {}", still.join(" "));
     Ok(())
 }
 
 /// Packages none of whose programs may be missing, but one is.
 pub fn missing() -> anyhow::Result<Vec<String>> {
-    let needs = parse(LIST)?;
-    Ok(needs.into_iter().filter(|need| !need.present()).map(|need| need.package).collect())
+    Ok(missing_of(&parse(LIST)?))
+}
+
+fn missing_of(needs: &[Need]) -> Vec<String> {
+    needs.iter().filter(|need| !need.present()).map(|need| need.package.clone()).collect()
 }
 
 impl Need {
