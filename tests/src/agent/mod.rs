@@ -4,6 +4,7 @@
 //! Echo requests are answered by the engine; TCP ports that no service has are refused by the stack.
 
 mod control;
+mod crash;
 mod device;
 mod http;
 mod services;
@@ -33,6 +34,7 @@ use vpn_daemon::tunnel::{Snapshot, Tunnel, TunnelHandle, Wake};
 use ::http as http_header;
 
 use control::Progress;
+use crash::{Crash, Severable};
 use stack::Stack;
 
 /// How long [`WorkspaceAgent::ready`] waits.
@@ -61,6 +63,7 @@ pub struct WorkspaceAgent {
     handle: TunnelHandle,
     progress: watch::Receiver<Progress>,
     leave: CancellationToken,
+    crash: Crash,
     task: task::JoinHandle<()>,
     stack: Option<JoinHandle<()>>,
 }
@@ -93,9 +96,11 @@ impl WorkspaceAgent {
 
         let api = Arc::new(Api::new(deployment.clone(), options.token, dialer));
         let role = ControllerRole::Agent;
+        let crash = Crash::default();
         let mut control_config = ControllerConfig::new(role);
         control_config.deployment = Some(deployment);
-        let (control, control_events) = Controller::spawn(control_config, Arc::new(WebSocketDialer::new(api, role)));
+        let (control, control_events) =
+            Controller::spawn(control_config, Arc::new(Severable::new(WebSocketDialer::new(api, role), crash.clone())));
 
         let leave = CancellationToken::new();
         let (progress, progress_watch) = watch::channel(Progress::default());
@@ -109,6 +114,7 @@ impl WorkspaceAgent {
             handle,
             progress: progress_watch,
             leave,
+            crash,
             task,
             stack: Some(stack),
         })
@@ -155,12 +161,14 @@ impl WorkspaceAgent {
     /// Says Disconnect and ends.
     pub async fn stop(mut self) {
         self.leave.cancel();
+        // It has ended by itself, or was aborted, or has reported its panic.
         let _ = (&mut self.task).await;
         self.join_stack().await;
     }
 
     /// Ends without a word, as a crash does.
     pub async fn kill(mut self) {
+        self.crash.crash();
         self.task.abort();
         let _ = (&mut self.task).await;
         self.join_stack().await;
@@ -176,6 +184,7 @@ impl WorkspaceAgent {
 
 impl Drop for WorkspaceAgent {
     fn drop(&mut self) {
+        self.crash.crash();
         self.task.abort();
     }
 }
