@@ -4,8 +4,10 @@ use std::net::Ipv6Addr;
 use std::sync::Arc;
 use std::time::Instant;
 
+use codervpn_control::api::Unauthorized;
 use codervpn_control::{
-    Api, ApiError, ConnectionSettings, Controller, ControllerConfig, ControllerRole, User, WebSocketDialer,
+    Api, ApiError, ConnectionSettings, Controller, ControllerConfig, ControllerRole, Obstacle, User,
+    WebSocketDialer,
 };
 use codervpn_dns::names::SERVICE_PREFIX;
 use codervpn_dns::{Responder, Suffix, SuffixRules, ZoneHandle};
@@ -267,8 +269,15 @@ pub(crate) fn api_failure(error: &ApiError) -> Failure {
     let code = match error {
         ApiError::Url { .. } => FailureCode::BadUrl,
         ApiError::TokenForm => FailureCode::BadRequest,
-        ApiError::Unreachable { .. } => FailureCode::Unreachable,
+        ApiError::Unreachable { obstacle, .. } => match obstacle {
+            Obstacle::Name => FailureCode::HostNotFound,
+            Obstacle::Connection => FailureCode::Unreachable,
+            Obstacle::Timeout => FailureCode::Timeout,
+            Obstacle::Tls => FailureCode::Tls,
+        },
         ApiError::NotCoder { .. } | ApiError::Redirect { .. } => FailureCode::NotCoder,
+        // coderd answers 401 while its database is down, too; that is no reason to log in again (HTTP-23).
+        ApiError::Unauthorized { class: Unauthorized::Outage | Unauthorized::Unknown, .. } => FailureCode::ServerError,
         ApiError::Unauthorized { .. } => FailureCode::Unauthorized,
         ApiError::ServerTooOld { .. } | ApiError::ClientTooOld { .. } => FailureCode::ServerTooOld,
         ApiError::BrowserOnly(_) => FailureCode::Forbidden,

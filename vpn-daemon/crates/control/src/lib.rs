@@ -26,7 +26,7 @@ pub mod tailnet;
 pub mod telemetry;
 pub mod workspace_updates;
 
-pub use api::{Api, ApiError, ConnectionSettings, Deployment, User};
+pub use api::{Api, ApiError, ConnectionSettings, Deployment, Obstacle, User};
 pub use controller::{Controller, ControllerConfig, ControllerRole, Handle, WebSocketDialer};
 pub use event::{ControlEvent, PeerUpdate, PeerUpdateKind};
 pub use workspace_updates::{Agent, Workspace, WorkspaceStatus, WorkspaceUpdate};

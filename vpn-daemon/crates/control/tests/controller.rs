@@ -10,7 +10,9 @@ use std::time::Duration;
 use codervpn_control::controller::{Dial, DialFailure, DialFuture, Dialed};
 use codervpn_control::mux::Connection;
 use codervpn_control::rpc::{Replies, ServerCall, Service, serve};
-use codervpn_control::{ApiError, ControlEvent, Controller, ControllerConfig, ControllerRole, Handle, PeerUpdateKind};
+use codervpn_control::{
+    ApiError, ControlEvent, Controller, ControllerConfig, ControllerRole, Handle, Obstacle, PeerUpdateKind,
+};
 use codervpn_proto::tailnet::{self as pb, calls, coordinate_response::peer_update::Kind};
 use codervpn_wire::derp_map::RegionId;
 use codervpn_wire::drpc::CallError;
@@ -315,7 +317,7 @@ fn peer(number: u128, kind: Kind, with: Option<Node>) -> pb::CoordinateResponse 
 }
 
 fn network_error() -> DialFailure {
-    ApiError::Unreachable { text: "refused".into() }
+    ApiError::Unreachable { obstacle: Obstacle::Connection, text: "refused".into() }
 }
 
 fn reply(status: u16, message: &str) -> codervpn_control::api::Reply {

@@ -17,6 +17,29 @@ const RETRY_AFTER_CAP: Duration = Duration::from_secs(60);
 /// Bytes of a body shown when it is not JSON (HTTP-9).
 const SHOWN_BODY: usize = 2048;
 
+/// What kept us from talking to the deployment at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Obstacle {
+    /// Its host name has no address.
+    Name,
+    /// Nobody accepts the connection, or it broke.
+    Connection,
+    Timeout,
+    /// Its certificate is not trusted, or TLS failed otherwise.
+    Tls,
+}
+
+impl Obstacle {
+    fn of(error: &DialError) -> Self {
+        match error {
+            DialError::Resolve { .. } | DialError::NoAddress { .. } => Self::Name,
+            DialError::Timeout { .. } => Self::Timeout,
+            DialError::Tls { .. } => Self::Tls,
+            DialError::Refused { .. } | DialError::Connect { .. } | DialError::OwnNetwork { .. } => Self::Connection,
+        }
+    }
+}
+
 /// Why a call or a dial brought nothing of use. The text is for users and never holds a token.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ApiError {
@@ -32,6 +55,8 @@ pub enum ApiError {
     /// No connection, no TLS, no answer in time.
     #[error("{text}")]
     Unreachable {
+        /// What kind of failure it was.
+        obstacle: Obstacle,
         /// The dialer's own words, which name the host and the remedy.
         text: String,
     },
@@ -155,7 +180,9 @@ impl ApiError {
     /// The underlay's errors in our terms.
     pub(crate) fn from_http(error: HttpError, endpoint: Endpoint) -> Self {
         match error {
-            HttpError::Dial(error) => Self::Unreachable { text: unreachable_text(&error) },
+            HttpError::Dial(error) => {
+                Self::Unreachable { obstacle: Obstacle::of(&error), text: unreachable_text(&error) }
+            }
             HttpError::Redirect { url, location } => Self::Redirect { url, location },
             HttpError::Status(reply) => classify(endpoint, &reply).unwrap_or_else(|| Self::NotCoder {
                 url: reply.url.clone(),
@@ -167,7 +194,11 @@ impl ApiError {
                 Self::NotCoder { url, found: format!("an answer longer than {limit} bytes"), status: Some(200) }
             }
             HttpError::Timeout { .. } | HttpError::Broken { .. } | HttpError::Url { .. } => {
-                Self::Unreachable { text: format!("{error}; is the deployment up, and is its URL right?") }
+                let timed_out = matches!(error, HttpError::Timeout { .. });
+                Self::Unreachable {
+                    obstacle: if timed_out { Obstacle::Timeout } else { Obstacle::Connection },
+                    text: format!("{error}; is the deployment up, and is its URL right?"),
+                }
             }
         }
     }

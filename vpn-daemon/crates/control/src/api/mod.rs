@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use url::Url;
 use uuid::Uuid;
 
-pub use error::{ApiError, Reply, Unauthorized};
+pub use error::{ApiError, Obstacle, Reply, Unauthorized};
 pub(crate) use error::{Endpoint, classify};
 pub use json::{desktop_telemetry, parse_derp_map};
 
