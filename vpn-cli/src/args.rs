@@ -1,8 +1,10 @@
 //! Decides what may be asked on the command line.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// Where frontends of Coder Desktop look for the service on Linux.
@@ -17,7 +19,8 @@ Exit codes: 0 success, 1 the service reported failure, 2 service unreachable, 3 
 #[command(name = "codervpn", version, after_help = EXIT_CODES, disable_help_subcommand = true)]
 pub(crate) struct Cli {
     /// Socket of the service
-    #[arg(long, global = true, value_name = "PATH", env = "CODER_DESKTOP_RPC_SOCKET_PATH", default_value = DEFAULT_SOCKET)]
+    #[arg(long, global = true, value_name = "PATH", env = "CODER_DESKTOP_RPC_SOCKET_PATH", default_value = DEFAULT_SOCKET,
+        value_parser = OsStringValueParser::new().map(socket_path))]
     pub(crate) socket: PathBuf,
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -112,6 +115,11 @@ pub(crate) struct Version {
 pub(crate) enum Form {
     Text,
     Json,
+}
+
+/// A variable that is set to nothing counts as not set.
+fn socket_path(path: OsString) -> PathBuf {
+    if path.is_empty() { DEFAULT_SOCKET.into() } else { path.into() }
 }
 
 /// A number with a unit; without one, seconds.

@@ -108,7 +108,7 @@ fn headline(text: &mut String, report: &Report, now: SystemTime, style: Style) {
         *text = style.paint(Colour::Yellow, &format!("{lifecycle}; started by another user"));
     }
     if let Some(since) = report.since {
-        let _ = write!(text, " (since {})", ago(since.age(now)));
+        let _ = write!(text, " (for {})", span(since.age(now)));
     }
     if let Some(error) = &report.error {
         let label =
@@ -206,13 +206,16 @@ fn latency(milliseconds: f64) -> String {
 }
 
 fn ago(age: Duration) -> String {
-    let seconds = age.as_secs();
+    if age.as_secs() == 0 { "now".to_owned() } else { format!("{} ago", span(age)) }
+}
+
+fn span(time: Duration) -> String {
+    let seconds = time.as_secs();
     match seconds {
-        0 => "now".to_owned(),
-        1..60 => format!("{seconds} s ago"),
-        60..3600 => format!("{} min ago", seconds / 60),
-        3600..86_400 => format!("{} h ago", seconds / 3600),
-        _ => format!("{} d ago", seconds / 86_400),
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} min", seconds / 60),
+        3600..86_400 => format!("{} h", seconds / 3600),
+        _ => format!("{} d", seconds / 86_400),
     }
 }
 

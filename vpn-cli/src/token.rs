@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use zeroize::Zeroizing;
 
-use crate::problem::{Exit, Problem};
+use crate::problem::Problem;
 
 /// Longest file that is looked at for a token. Tokens have a few dozen characters.
 const MAX_TOKEN: u64 = 16 * 1024;
@@ -106,57 +106,96 @@ fn read_limited(reader: impl Read) -> io::Result<Zeroizing<String>> {
 
 /// Asks without echo, on the terminal even when standard input is something else.
 async fn prompt(url: &str) -> Result<Token, Problem> {
-    let terminal = Terminal::open().map_err(|_| {
+    let terminal = terminal::Silent::open().map_err(|_| {
         Problem::usage(
             "there is no terminal to ask for a session token",
             format!("get one at {url}/cli-auth and pass it with --token-file FILE, or --token-file - for a pipe"),
         )
     })?;
-    let asked = tokio::task::spawn_blocking(|| rpassword::prompt_password("Session token: ").map(Zeroizing::new));
+    let cannot = |why: &dyn std::fmt::Display| {
+        Problem::failed(format!("cannot read from the terminal: {why}"), "pass the token with --token-file")
+    };
     // Whoever drops this future, as Ctrl-C does, gets a terminal back that echoes.
-    let text = asked.await;
+    let line = terminal.ask("Session token: ").map_err(|error| cannot(&error))?.await;
     drop(terminal);
-    match text {
-        Ok(Ok(text)) => Token::parse(&text, "your answer"),
-        Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => Err(Problem::interrupted()),
-        Ok(Err(error)) => {
-            Err(Problem::failed(format!("cannot read from the terminal: {error}"), "pass the token with --token-file"))
+    match line {
+        Ok(line) => Token::parse(&line.map_err(|error| cannot(&error))?, "your answer"),
+        Err(error) => Err(cannot(&error)),
+    }
+}
+
+/// Reading and restoring are in one hand here: a helper that put the settings back by itself, in the thread that
+/// reads, would race with Ctrl-C and could leave the terminal silent.
+#[cfg(unix)]
+mod terminal {
+    use std::fs::File;
+    use std::io::{self, Read as _, Write as _};
+
+    use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
+    use tokio::task::{JoinHandle, spawn_blocking};
+    use zeroize::Zeroizing;
+
+    /// The longest line the kernel gathers.
+    const MAX_LINE: usize = 4096;
+
+    /// A terminal that does not echo, from before the prompt is seen: whoever pastes at once is not shown the token
+    /// either. Its settings are put back on every way out.
+    pub(super) struct Silent {
+        tty: File,
+        settings: Termios,
+    }
+
+    impl Silent {
+        pub(super) fn open() -> io::Result<Self> {
+            let tty = File::options().read(true).write(true).open("/dev/tty")?;
+            let settings = tcgetattr(&tty)?;
+            let mut silent = settings.clone();
+            silent.local_modes.remove(LocalModes::ECHO | LocalModes::ECHONL);
+            tcsetattr(&tty, OptionalActions::Flush, &silent)?;
+            Ok(Self { tty, settings })
         }
-        Err(_) => Err(Problem::new(Exit::Failed, "cannot read from the terminal", "pass the token with --token-file")),
+
+        /// One line, read in a thread of its own, since a terminal cannot be waited for otherwise.
+        pub(super) fn ask(&self, prompt: &str) -> io::Result<JoinHandle<io::Result<Zeroizing<String>>>> {
+            (&self.tty).write_all(prompt.as_bytes())?;
+            let mut tty = self.tty.try_clone()?;
+            Ok(spawn_blocking(move || {
+                let mut line = Zeroizing::new(vec![0; MAX_LINE]);
+                let read = tty.read(&mut line)?;
+                line.truncate(read);
+                let text = std::str::from_utf8(&line).map_err(|_| io::Error::other("this is not text"))?;
+                Ok(Zeroizing::new(text.to_owned()))
+            }))
+        }
     }
-}
 
-/// The terminal's settings before the prompt, put back on every way out.
-#[cfg(unix)]
-struct Terminal {
-    tty: File,
-    settings: rustix::termios::Termios,
-}
-
-#[cfg(unix)]
-impl Terminal {
-    fn open() -> io::Result<Self> {
-        let tty = File::options().read(true).write(true).open("/dev/tty")?;
-        let settings = rustix::termios::tcgetattr(&tty)?;
-        Ok(Self { tty, settings })
-    }
-}
-
-#[cfg(unix)]
-impl Drop for Terminal {
-    fn drop(&mut self) {
-        // Nothing can be done about a terminal that is gone.
-        let _ = rustix::termios::tcsetattr(&self.tty, rustix::termios::OptionalActions::Now, &self.settings);
+    impl Drop for Silent {
+        fn drop(&mut self) {
+            // Nothing can be done about a terminal that is gone. What was pasted beyond the line is thrown away, or
+            // the shell would run it. The line feed of the answer was not shown.
+            let _ = tcsetattr(&self.tty, OptionalActions::Flush, &self.settings);
+            let _ = self.tty.write_all(b"\n");
+        }
     }
 }
 
 #[cfg(not(unix))]
-struct Terminal;
+mod terminal {
+    use std::io;
 
-#[cfg(not(unix))]
-impl Terminal {
-    fn open() -> io::Result<Self> {
-        Ok(Self)
+    use tokio::task::JoinHandle;
+    use zeroize::Zeroizing;
+
+    pub(super) struct Silent;
+
+    impl Silent {
+        pub(super) fn open() -> io::Result<Self> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
+
+        pub(super) fn ask(&self, _prompt: &str) -> io::Result<JoinHandle<io::Result<Zeroizing<String>>>> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
     }
 }
 

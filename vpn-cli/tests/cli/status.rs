@@ -78,7 +78,7 @@ async fn people_see_workspaces_paths_and_times() {
     let fake = Fake::showing(connected(seconds_ago(190), seconds_ago(7)));
     let done = fake.run(&["status"]).await;
     let lines: Vec<&str> = done.succeeded().lines().collect();
-    assert_eq!(lines[0], "started, connected (since 3 min ago)");
+    assert_eq!(lines[0], "started, connected (for 3 min)");
     assert_eq!(lines[1], "deployment  https://coder.example.com as alice, Coder v2.30.0");
     assert_eq!(lines[2], "names       *.coder on coder0");
     assert_eq!(lines[3], "resolver    direct, ok");

@@ -17,7 +17,7 @@ use codervpn_proto::vpn::status::Lifecycle;
 use codervpn_proto::vpn::{self, Status};
 use prost_types::Timestamp;
 use tempfile::TempDir;
-use tokio::io::AsyncWriteExt as _;
+use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::UnixListener;
 use tokio::process::{Child, Command};
 use tokio::sync::watch;
@@ -118,6 +118,10 @@ impl Fake {
                 stream.write_all(bytes).await.unwrap();
                 if !close {
                     open.push(stream);
+                } else if !bytes.is_empty() {
+                    // Closing with the client's header unread would look like a refusal.
+                    let mut header = String::new();
+                    BufReader::new(stream).read_line(&mut header).await.unwrap();
                 }
             }
         });
@@ -190,7 +194,8 @@ impl Fake {
     /// With this on standard input.
     pub(crate) async fn run_fed(&self, args: &[&str], input: &str) -> Done {
         let mut child = self.codervpn(args).stdin(Stdio::piped()).spawn().unwrap();
-        child.stdin.take().unwrap().write_all(input.as_bytes()).await.unwrap();
+        // A program that fails before it comes to read is gone already.
+        let _ = child.stdin.take().unwrap().write_all(input.as_bytes()).await;
         finish(child).await
     }
 }

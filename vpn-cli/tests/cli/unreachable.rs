@@ -15,6 +15,9 @@ async fn without_a_service_the_text_says_how_to_start_it() {
     fake.run(&["start"]).await.failed(2, &["does not run"]);
     // The flag wins over the variable.
     fake.run(&["status", "--socket", "/nowhere/vpn.sock"]).await.failed(2, &["/nowhere/vpn.sock"]);
+    // A variable set to nothing is not set; whatever is at the usual place, it is not a usage error.
+    let done = finish(fake.codervpn(&["status"]).env("CODER_DESKTOP_RPC_SOCKET_PATH", "").spawn().unwrap()).await;
+    assert_ne!(done.code, 64, "{done:?}");
 }
 
 #[tokio::test]
