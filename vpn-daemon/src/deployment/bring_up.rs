@@ -6,8 +6,7 @@ use std::time::Instant;
 
 use codervpn_control::api::Unauthorized;
 use codervpn_control::{
-    Api, ApiError, ConnectionSettings, Controller, ControllerConfig, ControllerRole, Obstacle, User,
-    WebSocketDialer,
+    Api, ApiError, ConnectionSettings, Controller, ControllerConfig, ControllerRole, Obstacle, User, WebSocketDialer,
 };
 use codervpn_dns::names::SERVICE_PREFIX;
 use codervpn_dns::{Responder, Suffix, SuffixRules, ZoneHandle};
