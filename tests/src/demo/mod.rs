@@ -87,14 +87,15 @@ impl Demo {
         demo.changes().await?;
         if shell {
             shell::run(&demo.transcript, &demo.home, &mut demo.world).await?;
+            // A person may have stopped or changed anything: nothing is expected of what is left to be shown.
+            demo.transcript.note("Everything goes down.")?;
+            return demo.transcript.run("codervpn stop").await.map(drop);
         }
-        demo.stop(&before, shell).await?;
+        demo.stop(&before).await?;
         daemon.terminate().await?;
         ensure!(System::now()? == before, "the daemon has left something behind");
         demo.world.check_manners()?;
-        let took = begin.elapsed().as_secs_f32();
-        let took = if shell { String::new() } else { format!(" in {took:.1} s") };
-        demo.transcript.note(&format!("All of it worked{took}."))
+        demo.transcript.note(&format!("All of it worked, in {:.1} s.", begin.elapsed().as_secs_f32()))
     }
 
     /// Daemon, login, start.
@@ -164,18 +165,18 @@ impl Demo {
         Ok(())
     }
 
-    /// Nothing is left. In a shell a person may have stopped the tunnel already.
-    async fn stop(&self, before: &System, shell: bool) -> anyhow::Result<()> {
+    /// Nothing is left.
+    async fn stop(&self, before: &System) -> anyhow::Result<()> {
         let show = &self.transcript;
         show.note("What the tunnel has changed …")?;
-        if !shell {
-            show.run("ip -6 addr show coder0").await?.succeeds()?.says("fd60:627a:a42b:")?;
-            show.run("cat /etc/resolv.conf").await?.succeeds()?.says("nameserver")?;
-            ensure!(System::now()? != *before, "the tunnel has changed nothing");
-        }
+        show.run("ip -6 addr show coder0").await?.succeeds()?.says("fd60:627a:a42b:")?;
+        show.run("ip -6 rule").await?.succeeds()?.says("from all lookup main")?;
+        show.run("cat /etc/resolv.conf").await?.succeeds()?.says("nameserver fd60:627a:a42b::53")?;
+        ensure!(System::now()? != *before, "the tunnel has changed nothing");
         show.note("… it takes back when it stops.")?;
         show.run("codervpn stop").await?.succeeds()?;
         show.run("ip link show coder0").await?.ends_with(1)?.says("does not exist")?;
+        show.run("ip -6 rule").await?.succeeds()?;
         show.run("cat /etc/resolv.conf").await?.succeeds()?;
         let after = System::now()?;
         ensure!(after == *before, "left behind:\n{after:#?}\nbefore:\n{before:#?}");
