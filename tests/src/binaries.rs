@@ -11,9 +11,9 @@ use anyhow::{Context, bail};
 
 /// In an isolated child: the folder that its parent has built into. There is
 /// no network inside, and the parent waits, so nothing changes meanwhile.
-pub(crate) const BUILT: &str = "CODERVPN_TEST_PROGRAMS";
+pub const BUILT: &str = "CODERVPN_TEST_PROGRAMS";
 /// The same for the release profile.
-pub(crate) const BUILT_RELEASE: &str = "CODERVPN_TEST_RELEASE_PROGRAMS";
+pub const BUILT_RELEASE: &str = "CODERVPN_TEST_RELEASE_PROGRAMS";
 
 /// Path of `codervpnd`.
 pub fn codervpnd() -> anyhow::Result<PathBuf> {

@@ -27,7 +27,7 @@ pub use roles::{
 };
 
 /// In an isolated child: the program that its parent has built.
-pub(crate) const BUILT: &str = "CODERVPN_TEST_FOREIGN";
+pub const BUILT: &str = "CODERVPN_TEST_FOREIGN";
 
 /// True when the Go peers can be used; says that the test is skipped (in CI:
 /// fails) when not. Never true after a failed build: that is an error.
@@ -57,14 +57,38 @@ pub fn sources() -> PathBuf {
     binaries::workspace().join("tests/foreign")
 }
 
+/// The oldest Go that builds the peers: from 1.21 on `go` fetches the newer toolchain that `go.mod` asks for from its
+/// module proxy.
+const OLDEST_GO: (u32, u32) = (1, 21);
+
 /// The `go` command, also where its usual folder is not in `PATH`.
 pub fn go() -> anyhow::Result<PathBuf> {
+    static GO: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    GO.get_or_init(|| find_go().map_err(|err| format!("{err:#}"))).clone().map_err(anyhow::Error::msg)
+}
+
+pub(crate) fn find_go() -> anyhow::Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path)
+    let go = std::env::split_paths(&path)
         .chain(["/usr/local/go/bin".into(), "/usr/lib/go/bin".into()])
         .map(|folder| folder.join("go"))
         .find(|go| go.is_file())
-        .context("Go is not installed (1.24.6 or newer, or 1.21 with access to its module proxy)")
+        .context("Go is not installed (1.24.6 or newer, or 1.21 with access to its module proxy)")?;
+    let out = std::process::Command::new(&go).args(["env", "GOVERSION"]).stdin(Stdio::null()).output()?;
+    let version = String::from_utf8_lossy(&out.stdout).trim().to_owned();
+    match parse_version(&version) {
+        Some(found) if found < OLDEST_GO => {
+            bail!("{} is {version}, too old; install Go 1.24.6 or newer", go.display())
+        }
+        _ => Ok(go),
+    }
+}
+
+/// `go1.24.6` as (1, 24); `None` for development versions, which are new.
+fn parse_version(text: &str) -> Option<(u32, u32)> {
+    let (major, rest) = text.strip_prefix("go")?.split_once('.')?;
+    let minor: String = rest.chars().take_while(char::is_ascii_digit).collect();
+    Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
 /// A call of `go` in the module's folder.
@@ -113,4 +137,17 @@ fn hash_sources() -> anyhow::Result<u64> {
         hash.write(&fs::read(&path)?);
     }
     Ok(hash.finish())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_of_go_are_compared_as_numbers() {
+        assert_eq!(parse_version("go1.19.8"), Some((1, 19)));
+        assert_eq!(parse_version("go1.24rc1"), Some((1, 24)));
+        assert_eq!(parse_version("devel +abc"), None);
+        assert!(parse_version("go1.9").is_some_and(|old| old < OLDEST_GO));
+    }
 }

@@ -12,7 +12,7 @@ use anyhow::{Context, bail, ensure};
 use crate::binaries;
 
 /// In an isolated child: the folder that its parent has unpacked into.
-pub(crate) const UNPACKED: &str = "CODERVPN_TEST_ROOTFS";
+pub const UNPACKED: &str = "CODERVPN_TEST_ROOTFS";
 
 /// Debian's and Ubuntu's names. The shared library is tied to the exact version.
 const PACKAGES: [&str; 3] = ["systemd-resolved", "libsystemd-shared", "libnss-resolve"];

@@ -3,6 +3,8 @@
 //! run shows all there is to mend.
 #![forbid(unsafe_code)]
 
+use std::io::IsTerminal as _;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
 
@@ -32,6 +34,7 @@ fn main() -> ExitCode {
         ("foreign peers", &foreign_peers),
         ("systemd-resolved", &resolved),
         ("tests", &|| cargo(&["test", "--workspace", "--locked", "--no-fail-fast"])),
+        ("tests that need root", &privileged),
     ];
     for (name, step) in steps {
         report::say(&format!("==> {name}"));
@@ -105,6 +108,54 @@ fn resolved() -> anyhow::Result<()> {
         }
         Err(err) => unavailable(&format!("tests with systemd-resolved: {err:#}")),
     }
+}
+
+/// What a user's rights did not suffice for runs once more as root, if a person at the terminal agrees. Nothing is built
+/// as root: the programs that exist are run.
+fn privileged() -> anyhow::Result<()> {
+    if rustix::process::geteuid().is_root() {
+        report::say("    ran with the others");
+        return Ok(());
+    }
+    if !std::io::stdin().is_terminal() || packages::find_program("sudo").is_none() {
+        return unavailable("tests that need root: no terminal or no sudo; run `cargo verify` as root for them");
+    }
+    let mut listing = cargo_command(&["test", "--no-run", "--locked", "--message-format=json"]);
+    listing.args(["-p", "codervpn-testbed", "-p", "codervpn-host"]).stderr(Stdio::inherit());
+    let out = listing.output()?;
+    ensure!(out.status.success(), "the tests do not build");
+    let mut failed = Vec::new();
+    for line in String::from_utf8_lossy(&out.stdout).lines() {
+        let message: serde_json::Value = serde_json::from_str(line)?;
+        let is_test = message["profile"]["test"].as_bool() == Some(true);
+        let (Some(program), true) = (message["executable"].as_str(), is_test) else { continue };
+        let folder = message["manifest_path"].as_str().and_then(|path| Path::new(path).parent());
+        let mut command = Command::new("sudo");
+        command.current_dir(folder.unwrap_or(binaries::workspace())).arg("env");
+        for (name, value) in prepared()? {
+            command.arg(format!("{name}={}", value.display()));
+        }
+        if !command.arg(program).status()?.success() {
+            failed.push(program.to_owned());
+        }
+    }
+    ensure!(failed.is_empty(), "failed as root: {}", failed.join(", "));
+    Ok(())
+}
+
+/// What was built or unpacked as the user, so that nothing of it is made again as root.
+fn prepared() -> anyhow::Result<Vec<(&'static str, PathBuf)>> {
+    let mut prepared = vec![
+        (binaries::BUILT, binaries::folder()?.to_owned()),
+        (binaries::BUILT_RELEASE, binaries::release_folder()?.to_owned()),
+    ];
+    if let Ok(program) = foreign::program() {
+        prepared.push((foreign::BUILT, program.to_owned()));
+    }
+    if let Ok(folder) = rootfs::folder() {
+        prepared.push((rootfs::UNPACKED, folder.to_owned()));
+    }
+    Ok(prepared)
 }
 
 /// What tests skip here and CI does not.
