@@ -53,6 +53,9 @@ struct Transfer {
     memory: f64,
 }
 
+/// What is read off a transfer.
+type Figure = fn(&Transfer) -> f64;
+
 pub(super) async fn run(options: &Options) -> anyhow::Result<()> {
     let server = Namespace::new("server")?;
     server.join("10.99.0.1/24", "10.99.0.2/24")?;
@@ -251,11 +254,11 @@ async fn receive(address: Ipv6Addr, seconds: Duration) -> anyhow::Result<u64> {
 
 fn report(transfers: &[Transfer]) {
     say("\n                                       min   median      max");
-    let figure = |side, direction, of: fn(&Transfer) -> f64| {
+    let figure = |side, direction, of: Figure| {
         let fitting = transfers.iter().filter(|t| t.side == side && t.direction == direction);
         Spread::of(fitting.map(of))
     };
-    let figures: [(&str, fn(&Transfer) -> f64); 4] = [
+    let figures: [(&str, Figure); 4] = [
         ("Gbit/s", |t| t.gbit_s),
         ("CPU-s/GB client", |t| t.client_cpu_per_gb),
         ("CPU-s/GB all", |t| t.all_cpu_per_gb),
