@@ -22,9 +22,11 @@ use crate::netns::{Inside, ip};
 
 mod client;
 mod resolve;
+mod world;
 
 pub use client::{Broadcast, Client, control, start_request};
 pub use resolve::{Answer, Lookup, ask, ask_for, await_answer};
+pub use world::{World, echo, echo_within};
 
 /// How long anything is awaited that ought to be there within a second; the machine may be busy.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -44,11 +46,21 @@ pub struct Options {
     pub more: String,
     /// More environment.
     pub env: BTreeMap<String, String>,
+    /// The program; default: `codervpnd` in the profile of the test.
+    pub program: Option<PathBuf>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { dns: "none", extra_ca: None, allow: Vec::new(), log: "debug", more: String::new(), env: BTreeMap::new() }
+        Self {
+            dns: "none",
+            extra_ca: None,
+            allow: Vec::new(),
+            log: "debug",
+            more: String::new(),
+            env: BTreeMap::new(),
+            program: None,
+        }
     }
 }
 
@@ -91,7 +103,8 @@ impl Daemon {
         fs::create_dir_all(&folder)?;
         let config = folder.join("config.toml");
         fs::write(&config, options.to_toml(&folder))?;
-        let mut child = Command::new(binaries::codervpnd()?)
+        let program = options.program.clone().map_or_else(binaries::codervpnd, Ok)?;
+        let mut child = Command::new(program)
             .args(["serve", "--config"])
             .arg(&config)
             .env_remove("CODERVPN_LOG")

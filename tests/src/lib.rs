@@ -5,6 +5,7 @@
 pub mod agent;
 pub mod bench;
 pub mod binaries;
+pub mod cli;
 pub mod coderd;
 pub mod daemon;
 pub mod demo;

@@ -61,7 +61,7 @@ pub use session::{Order, SessionFacts, SessionTimes};
 pub use users::{Standing, User, new_token};
 pub use version::ApiVersion;
 pub use violations::Violations;
-pub use workspaces::{Transition, WorkspaceError, WorkspaceStore};
+pub use workspaces::{Transition, WorkspaceError, WorkspaceState, WorkspaceStore};
 
 use coordinator::Coordinator;
 use listener::Running;
