@@ -12,6 +12,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 use vpn_daemon::tunnel::{Tunnel, TunnelEvent};
 
 const PROBE_EVERY: Duration = Duration::from_secs(30);
@@ -28,6 +29,9 @@ pub(super) struct Parts {
     pub(super) tunnel_events: mpsc::Receiver<TunnelEvent>,
     pub(super) relays: Relays,
     pub(super) progress: watch::Sender<Progress>,
+    /// Peers programmed before our own node was published. Told then: said earlier it would reach them before our key,
+    /// and a new key voids what was said before it (CC-33).
+    pub(super) programmed: Vec<Uuid>,
 }
 
 /// How far an agent is.
@@ -146,7 +150,11 @@ impl Parts {
                         progress.on_relay = false;
                     }
                 });
+                if home.is_some() && !self.programmed.is_empty() {
+                    let _ = self.control.ready_for_handshake(self.programmed.drain(..)).await;
+                }
             }
+            TunnelEvent::Programmed(id) if !self.progress.borrow().published => self.programmed.push(id),
             TunnelEvent::Programmed(id) => {
                 let _ = self.control.ready_for_handshake([id]).await;
             }

@@ -104,7 +104,8 @@ impl WorkspaceAgent {
 
         let leave = CancellationToken::new();
         let (progress, progress_watch) = watch::channel(Progress::default());
-        let parts = control::Parts { control, control_events, tunnel, tunnel_events, relays, progress };
+        let parts =
+            control::Parts { control, control_events, tunnel, tunnel_events, relays, progress, programmed: Vec::new() };
         let task = tokio::spawn(control::run(parts, leave.clone()));
         Ok(Self {
             id: options.id,
