@@ -41,20 +41,20 @@ impl Fixture {
     fn joined(&self) -> ((Membership, Responses), (Membership, Responses)) {
         let (agent, mut to_agent) = self.agent();
         let (client, mut to_client) = self.client(CLIENT);
-        self.request(&agent, update_self(AGENT, 1));
-        self.request(&client, update_self(CLIENT, 1));
-        self.request(&client, add(AGENT));
+        self.request(&agent, &update_self(AGENT, 1));
+        self.request(&client, &update_self(CLIENT, 1));
+        self.request(&client, &add(AGENT));
         assert_eq!(news(&mut to_client), [(AGENT, Kind::Node, "add tunnel".into())]);
         assert_eq!(news(&mut to_agent), [(CLIENT, Kind::Node, "add tunnel".into())]);
         ((client, to_client), (agent, to_agent))
     }
 
-    fn request(&self, membership: &Membership, request: CoordinateRequest) {
-        assert_eq!(self.coordinator.request(membership, &request), Next::Continue);
+    fn request(&self, membership: &Membership, request: &CoordinateRequest) {
+        assert_eq!(self.coordinator.request(membership, request), Next::Continue);
     }
 
-    fn last_request(&self, membership: &Membership, request: CoordinateRequest) {
-        assert_eq!(self.coordinator.request(membership, &request), Next::Over);
+    fn last_request(&self, membership: &Membership, request: &CoordinateRequest) {
+        assert_eq!(self.coordinator.request(membership, request), Next::Over);
     }
 }
 
@@ -123,7 +123,7 @@ fn ends(responses: &mut Responses) {
 fn a_disconnect_is_graceful() {
     let fixture = Fixture::new();
     let ((_client, mut to_client), (agent, mut to_agent)) = fixture.joined();
-    fixture.last_request(&agent, disconnect());
+    fixture.last_request(&agent, &disconnect());
     ends(&mut to_agent);
     assert_eq!(news(&mut to_client), [(AGENT, Kind::Disconnected, "graceful disconnect".into())]);
     // SV-9: the end of the stream behind it changes nothing.
@@ -140,7 +140,7 @@ fn the_end_of_a_stream_is_a_loss_and_the_agent_is_found_again() {
     assert_eq!(news(&mut to_client), [(AGENT, Kind::Lost, "lost".into())]);
     let (agent, mut to_agent) = fixture.agent();
     assert_eq!(news(&mut to_agent), [(CLIENT, Kind::Node, "init".into())]);
-    fixture.request(&agent, update_self(AGENT, 2));
+    fixture.request(&agent, &update_self(AGENT, 2));
     assert_eq!(news(&mut to_client), [(AGENT, Kind::Node, "node update".into())]);
 }
 
@@ -169,7 +169,7 @@ fn what_is_not_authorised_ends_the_peer() {
     ] {
         let fixture = Fixture::new();
         let ((client, mut to_client), (_agent, mut to_agent)) = fixture.joined();
-        fixture.last_request(&client, request);
+        fixture.last_request(&client, &request);
         ends_with(&mut to_client, text);
         assert_eq!(news(&mut to_agent), [(CLIENT, Kind::Lost, "lost".into())]);
     }
@@ -179,7 +179,7 @@ fn what_is_not_authorised_ends_the_peer() {
         (update_self(CLIENT, 1), format!("authorization: invalid node address, got {}", coder_address(CLIENT))),
     ] {
         let (agent, mut to_agent) = fixture.agent();
-        fixture.last_request(&agent, request);
+        fixture.last_request(&agent, &request);
         ends_with(&mut to_agent, &text);
     }
 }
@@ -189,7 +189,7 @@ fn a_malformed_tunnel_that_needs_no_authorisation_ends_the_peer() {
     let fixture = Fixture::new();
     let (client, mut to_client) = fixture.client(CLIENT);
     let request = CoordinateRequest { remove_tunnel: Some(Tunnel { id: vec![1] }), ..CoordinateRequest::default() };
-    fixture.last_request(&client, request);
+    fixture.last_request(&client, &request);
     ends_with(&mut to_client, "unable to convert bytes to UUID: invalid UUID (got 1 bytes)");
 }
 
@@ -202,7 +202,7 @@ fn the_same_id_again_overwrites_and_tunnels_stay() {
     assert_eq!(news(&mut to_agent), []);
     assert_eq!(news(&mut to_new), [(AGENT, Kind::Node, "init".into())]);
     // What the old one still says is not heard.
-    fixture.last_request(&client, disconnect());
+    fixture.last_request(&client, &disconnect());
     fixture.coordinator.end(&client, None);
     assert_eq!(news(&mut to_agent), []);
     assert_eq!(fixture.coordinator.overwrites(), 1);
@@ -213,10 +213,10 @@ fn a_full_queue_ends_its_peer() {
     let fixture = Fixture::new();
     let ((_client, mut to_client), (agent, mut to_agent)) = fixture.joined();
     for home in 2..2 + RESPONSE_QUEUE as i32 {
-        fixture.request(&agent, update_self(AGENT, home));
+        fixture.request(&agent, &update_self(AGENT, home));
     }
     assert_eq!(news(&mut to_agent), []);
-    fixture.request(&agent, update_self(AGENT, 1));
+    fixture.request(&agent, &update_self(AGENT, 1));
     assert_eq!(news(&mut to_agent), [(CLIENT, Kind::Disconnected, "failed update".into())]);
     // There was no room for an error.
     assert_eq!(news(&mut to_client).len(), RESPONSE_QUEUE);
@@ -241,20 +241,20 @@ fn closing_ends_everybody() {
 fn ready_for_handshake_passes_along_a_tunnel_only() {
     let fixture = Fixture::new();
     let ((_client, mut to_client), (agent, mut to_agent)) = fixture.joined();
-    fixture.request(&agent, ready(CLIENT));
+    fixture.request(&agent, &ready(CLIENT));
     assert_eq!(news(&mut to_client), [(AGENT, Kind::ReadyForHandshake, String::new())]);
-    fixture.request(&agent, ready(STRANGER));
+    fixture.request(&agent, &ready(STRANGER));
     let text = format!("ready for handshake error: you do not share a tunnel with \"{STRANGER}\"");
     assert_eq!(to_agent.try_recv().unwrap().error, text);
     // It lives on.
-    fixture.request(&agent, ready(CLIENT));
+    fixture.request(&agent, &ready(CLIENT));
 }
 
 #[test]
 fn a_removed_tunnel_disconnects_both() {
     let fixture = Fixture::new();
     let ((client, mut to_client), (_agent, mut to_agent)) = fixture.joined();
-    fixture.request(&client, remove(AGENT));
+    fixture.request(&client, &remove(AGENT));
     assert_eq!(news(&mut to_client), [(AGENT, Kind::Disconnected, "remove tunnel".into())]);
     assert_eq!(news(&mut to_agent), [(CLIENT, Kind::Disconnected, "remove tunnel".into())]);
 }
@@ -264,10 +264,10 @@ fn a_removed_tunnel_disconnects_both() {
 fn equal_nodes_are_not_repeated() {
     let fixture = Fixture::new();
     let ((client, mut to_client), (agent, _to_agent)) = fixture.joined();
-    fixture.request(&agent, update_self(AGENT, 1));
+    fixture.request(&agent, &update_self(AGENT, 1));
     assert_eq!(news(&mut to_client), []);
     let all = CoordinateRequest { disconnect: Some(Disconnect {}), ..update_self(CLIENT, 3) };
-    fixture.last_request(&client, all);
+    fixture.last_request(&client, &all);
     ends(&mut to_client);
     assert!(fixture.coordinator.peer(CLIENT).is_none());
 }
@@ -281,7 +281,7 @@ fn violations_are_noticed() {
     for request in
         [update_self(CLIENT, 0), add(AGENT), add(AGENT), remove(AGENT), remove(AGENT), CoordinateRequest::default()]
     {
-        fixture.request(&client, request);
+        fixture.request(&client, &request);
     }
     let list = violations.list();
     assert_eq!(list.len(), 4, "{list:?}");
