@@ -14,7 +14,7 @@ const FLOORS: [(&str, &[&str]); 10] = [
     ("codervpn-proto", &[]),
     ("codervpn-wire", &[]),
     ("codervpn-engine", &["codervpn-wire"]),
-    ("codervpn-dns", &[]),
+    ("codervpn-dns", &["codervpn-wire"]),
     ("codervpn-underlay", &["codervpn-wire"]),
     ("codervpn-control", &["codervpn-proto", "codervpn-wire", "codervpn-underlay"]),
     ("codervpn-host", &[]),

@@ -8,7 +8,6 @@ use codervpn_control::api::Unauthorized;
 use codervpn_control::{
     Api, ApiError, ConnectionSettings, Controller, ControllerConfig, ControllerRole, Obstacle, User, WebSocketDialer,
 };
-use codervpn_dns::names::SERVICE_PREFIX;
 use codervpn_dns::{Responder, Suffix, SuffixRules, ZoneHandle};
 use codervpn_engine::{self as engine, Engine};
 use codervpn_host::Paths;
@@ -18,6 +17,7 @@ use codervpn_proto::ext::FailureCode;
 use codervpn_proto::vpn::StartProgressStage;
 use codervpn_underlay::{Dialer, DialerConfig, RelayAccess, RelayOptions, Relays};
 use codervpn_wire::keys::NodePrivate;
+use codervpn_wire::node::CODER_PREFIX;
 use http::{HeaderName, HeaderValue};
 use rand_core::{OsRng, RngCore as _};
 use secrecy::ExposeSecret as _;
@@ -259,7 +259,7 @@ fn suffix(
 /// `fd60:627a:a42b::/48`, the network of all agents.
 pub(super) fn service_prefix() -> Prefix {
     let mut octets = [0; 16];
-    octets[..6].copy_from_slice(&SERVICE_PREFIX);
+    octets[..6].copy_from_slice(&CODER_PREFIX);
     Prefix::new(Ipv6Addr::from(octets), 48)
 }
 

@@ -116,7 +116,7 @@ impl View {
             id: agent.id,
             name: agent.name.clone(),
             fqdn: names.of(agent.id).iter().map(|name| name.trim_end_matches('.').to_owned()).collect(),
-            address: codervpn_dns::names::agent_address(agent.id),
+            address: codervpn_wire::node::coder_address(agent.id),
             path: peers.get(&agent.id).map_or_else(PathStatus::default, |peer| self.path(peer, snapshot, map, &clock)),
         };
         let mut listed: Vec<WorkspaceStatus> = workspaces

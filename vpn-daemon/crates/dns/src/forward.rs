@@ -17,9 +17,10 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use codervpn_wire::node::is_coder_address;
+
 use crate::answer::{Transport, server_failure};
 use crate::message::{HEADER, MAX_TCP, Query, Question, Rcode, flag, header};
-use crate::names::is_service_address;
 
 /// As `MAXNS` of the resolvers whose configuration this comes from.
 pub const MAX_BASE_SERVERS: usize = 3;
@@ -120,7 +121,7 @@ impl BaseServers {
         let (mut kept, mut dropped) = (Vec::new(), Vec::new());
         for &server in listed {
             let unusable = match server.ip().to_canonical() {
-                IpAddr::V6(ip) => ip == own_address || is_service_address(ip),
+                IpAddr::V6(ip) => ip == own_address || is_coder_address(ip),
                 IpAddr::V4(_) => false,
             };
             let ip = server.ip().to_canonical();

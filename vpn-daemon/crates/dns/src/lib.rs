@@ -34,9 +34,11 @@ mod tcp;
 mod tests;
 pub mod zone;
 
+pub use codervpn_wire::node::DNS_ADDRESS;
+
 pub use answer::{Transport, Verdict, answer};
 pub use forward::{BaseServers, ForwardId, ForwardReply, ForwardRequest, Forwarder};
-pub use names::{Agent, AgentNames, Assignment, DNS_ADDRESS, Skipped, Workspace, ZoneInput};
+pub use names::{Agent, AgentNames, Assignment, Skipped, Workspace, ZoneInput};
 pub use responder::{Config, Responder, Stats};
 pub use self_test::{DnsState, SelfTest};
 pub use suffix::{Suffix, SuffixError, SuffixRules};

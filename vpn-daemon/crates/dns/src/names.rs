@@ -7,18 +7,10 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::net::Ipv6Addr;
 
+use codervpn_wire::node::{DNS_ADDRESS, coder_address};
 use uuid::Uuid;
 
 use crate::suffix::{Suffix, is_label, shown};
-
-/// Where the DNS server inside the tunnel answers.
-pub const DNS_ADDRESS: Ipv6Addr = Ipv6Addr::new(0xfd60, 0x627a, 0xa42b, 0, 0, 0, 0, 0x53);
-
-/// First six bytes of every address of ours (`fd60:627a:a42b::/48`).
-pub const SERVICE_PREFIX: [u8; 6] = [0xfd, 0x60, 0x62, 0x7a, 0xa4, 0x2b];
-
-/// The same for the addresses older agents also answer to; neither routed nor published.
-pub const LEGACY_PREFIX: [u8; 6] = [0xfd, 0x7a, 0x11, 0x5c, 0xa1, 0xe0];
 
 /// `tailnet.IsCoderConnectEnabledFmtString`, without the suffix.
 const ENABLED_LABELS: &str = "is.coder--connect--enabled--right--now";
@@ -99,7 +91,7 @@ pub fn assign(input: &ZoneInput) -> Assignment {
         agents.sort_by_key(|a| a.id);
         let only_agent = agents.len() == 1;
         for agent in agents {
-            let address = agent_address(agent.id);
+            let address = coder_address(agent.id);
             let mut skip = |name: &str, reason| {
                 assignment.skipped.push(Skipped { agent: agent.id, name: shown(name), reason });
             };
@@ -136,21 +128,6 @@ pub fn fqdns(agent: &str, workspace: &str, owner: &str, suffix: &Suffix, only_ag
     sort(&mut names);
     names.dedup();
     names
-}
-
-/// `fd60:627a:a42b:` and bytes 6 to 15 of the id. Our own address is that of a fresh random id.
-pub fn agent_address(id: Uuid) -> Ipv6Addr {
-    prefixed(SERVICE_PREFIX, id)
-}
-
-/// `fd7a:115c:a1e0:` and bytes 6 to 15 of the id.
-pub fn legacy_agent_address(id: Uuid) -> Ipv6Addr {
-    prefixed(LEGACY_PREFIX, id)
-}
-
-/// Whether an address lies in `fd60:627a:a42b::/48`.
-pub fn is_service_address(address: Ipv6Addr) -> bool {
-    address.octets().starts_with(&SERVICE_PREFIX)
 }
 
 /// The name programs look up to learn whether the tunnel is active, with the final dot.
@@ -192,10 +169,4 @@ fn candidates(agent: &str, workspace: &str, owner: &str, suffix: &Suffix, only_a
 
 fn sort(names: &mut [String]) {
     names.sort_by(|a, b| a.len().cmp(&b.len()).then_with(|| a.cmp(b)));
-}
-
-fn prefixed(prefix: [u8; 6], id: Uuid) -> Ipv6Addr {
-    let mut octets = *id.as_bytes();
-    octets[..6].copy_from_slice(&prefix);
-    Ipv6Addr::from(octets)
 }

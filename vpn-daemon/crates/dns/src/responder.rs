@@ -6,9 +6,12 @@
 use std::net::Ipv6Addr;
 use std::time::{Duration, Instant};
 
+use codervpn_wire::ip::{self, MTU, Tcp, Unreachable, Upper};
+use codervpn_wire::node::DNS_ADDRESS;
+
 use crate::answer::{Transport, Verdict, answer};
 use crate::forward::{BaseServers, ForwardId, ForwardReply, ForwardRequest, Forwarder};
-use crate::packet::{self, Packet, TcpSegment, Unusable};
+use crate::packet::{self, Unusable};
 use crate::tcp::{ConnectionId, TcpService};
 use crate::zone::ZoneHandle;
 
@@ -37,7 +40,8 @@ pub struct Responder {
     unreachable: Allowance,
     stats: Stats,
     message: Vec<u8>,
-    packet: Vec<u8>,
+    /// Where packets of ours are written. None is longer: answers over UDP are cut, and the link's MTU is the same.
+    packet: Box<[u8; MTU]>,
 }
 
 /// Counters since the start.
@@ -72,7 +76,7 @@ impl Responder {
             unreachable: Allowance { left: UNREACHABLE_PER_SECOND, until: now },
             stats: Stats::default(),
             message: Vec::new(),
-            packet: Vec::new(),
+            packet: Box::new([0; MTU]),
         }
     }
 
@@ -132,31 +136,49 @@ impl Responder {
     }
 
     fn handle(&mut self, packet: &[u8], verify: bool, now: Instant, out: &mut dyn FnMut(&[u8])) {
-        match packet::parse(packet, self.own_address, verify) {
-            Ok(Packet::Udp { source, destination: PORT, payload }) => self.handle_datagram(source, payload, now, out),
-            Ok(Packet::Udp { .. }) => {
+        let (packet, upper) = match packet::parse(packet, self.own_address, verify) {
+            Ok(parsed) => parsed,
+            Err(Unusable::Malformed) => return self.stats.dropped_malformed += 1,
+            Err(Unusable::ForeignSource) => return self.stats.dropped_foreign_source += 1,
+            Err(Unusable::BadChecksum) => return self.stats.dropped_checksum += 1,
+        };
+        match upper {
+            Upper::Udp(udp) if udp.destination() == PORT => {
+                self.handle_datagram(udp.source(), udp.payload(), now, out);
+            }
+            Upper::Udp(_) => {
                 if self.unreachable.take(now) {
-                    packet::write_port_unreachable(&mut self.packet, self.own_address, packet);
-                    out(&self.packet);
+                    let len = ip::write_unreachable(&packet, Unreachable::Port, DNS_ADDRESS, self.packet.as_mut());
+                    self.emit(len, out);
                 }
             }
-            Ok(Packet::Tcp(segment)) => self.handle_segment(&segment, now, out),
-            Ok(Packet::Echo(body)) => {
-                packet::write_echo_reply(&mut self.packet, self.own_address, body);
-                out(&self.packet);
+            Upper::Tcp(tcp) => self.handle_segment(packet.bytes(), &tcp, now, out),
+            _ => {
+                let len = ip::write_echo_reply(&packet, self.packet.as_mut());
+                self.emit(len, out);
             }
-            Err(Unusable::Malformed) => self.stats.dropped_malformed += 1,
-            Err(Unusable::ForeignSource) => self.stats.dropped_foreign_source += 1,
-            Err(Unusable::BadChecksum) => self.stats.dropped_checksum += 1,
         }
+    }
+
+    /// Passes on the first `len` bytes of `packet`, if anything was written there.
+    fn emit(&self, len: Option<usize>, out: &mut dyn FnMut(&[u8])) {
+        if let Some(packet) = len.and_then(|len| self.packet.get(..len)) {
+            out(packet);
+        }
+    }
+
+    fn emit_datagram(&mut self, port: u16, message: &[u8], out: &mut dyn FnMut(&[u8])) {
+        let len = ip::write_udp((DNS_ADDRESS, PORT), (self.own_address, port), message, self.packet.as_mut());
+        self.emit(len, out);
     }
 
     fn handle_datagram(&mut self, port: u16, query: &[u8], now: Instant, out: &mut dyn FnMut(&[u8])) {
         self.stats.queries_udp += 1;
         match answer(&self.zone.load(), query, Transport::Udp, self.forwarding, &mut self.message) {
             Verdict::Answer => {
-                packet::write_udp(&mut self.packet, self.own_address, port, &self.message);
-                out(&self.packet);
+                let message = std::mem::take(&mut self.message);
+                self.emit_datagram(port, &message, out);
+                self.message = message;
             }
             Verdict::Drop => self.stats.dropped_queries += 1,
             Verdict::Forward => {
@@ -170,8 +192,8 @@ impl Responder {
         }
     }
 
-    fn handle_segment(&mut self, segment: &TcpSegment<'_>, now: Instant, out: &mut dyn FnMut(&[u8])) {
-        self.tcp.handle_segment(self.own_address, segment, now, out);
+    fn handle_segment(&mut self, packet: &[u8], segment: &Tcp<'_>, now: Instant, out: &mut dyn FnMut(&[u8])) {
+        self.tcp.handle_segment(packet, segment, now, out);
         self.answer_tcp(now);
         self.relay_replies(now, out);
         self.tcp.flush(now, out);
@@ -208,8 +230,7 @@ impl Responder {
                 finished = true;
                 match origin {
                     Origin::Udp { port } => {
-                        packet::write_udp(&mut self.packet, self.own_address, port, &reply);
-                        out(&self.packet);
+                        self.emit_datagram(port, &reply, out);
                     }
                     Origin::Tcp(id) => {
                         self.tcp.answer(id, Some(&reply), now);

@@ -7,8 +7,10 @@ use std::fmt;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
+use codervpn_wire::node::DNS_ADDRESS;
+
 use crate::message::{CLASS_IN, Question, flag, header, rtype};
-use crate::names::{self, DNS_ADDRESS};
+use crate::names;
 use crate::suffix::Suffix;
 use crate::zone;
 

@@ -4,17 +4,15 @@
 //! The clients are programs of this machine, but any of them: connections, buffers, queries and time are bounded.
 
 use std::collections::VecDeque;
-use std::net::Ipv6Addr;
 use std::time::{Duration, Instant};
 
+use codervpn_wire::ip::{MTU, Tcp};
+use codervpn_wire::node::DNS_ADDRESS;
 use smoltcp::iface::{Interface, SocketHandle, SocketSet};
-use smoltcp::phy::{self, DeviceCapabilities, Medium};
+use smoltcp::phy::{self, Checksum, DeviceCapabilities, Medium};
 use smoltcp::socket::tcp::{Socket, SocketBuffer, State};
 use smoltcp::time::Instant as StackInstant;
 use smoltcp::wire::{HardwareAddress, IpCidr};
-
-use crate::names::DNS_ADDRESS;
-use crate::packet::{self, MTU, TcpSegment};
 
 const PORT: u16 = 53;
 /// As `dns-and-os.md` 1.6. Stub resolvers keep one each, and only after a truncated answer.
@@ -40,7 +38,6 @@ pub(crate) struct TcpService {
     connections: Vec<Connection>,
     next_id: u64,
     epoch: Instant,
-    incoming: Vec<u8>,
     request: Vec<u8>,
 }
 
@@ -75,34 +72,30 @@ impl TcpService {
             connections: Vec::new(),
             next_id: 0,
             epoch: now,
-            incoming: Vec::new(),
             request: vec![0; MAX_REQUEST],
         }
     }
 
-    /// Takes a segment; to be followed by [`TcpService::next_query`] until `None` and [`TcpService::flush`].
+    /// Takes a segment and the packet around it; to be followed by [`TcpService::next_query`] until `None` and [`TcpService::flush`].
     pub(crate) fn handle_segment(
         &mut self,
-        own: Ipv6Addr,
-        segment: &TcpSegment<'_>,
+        packet: &[u8],
+        segment: &Tcp<'_>,
         now: Instant,
         out: &mut dyn FnMut(&[u8]),
     ) {
-        if segment.destination == PORT && segment.is_syn {
-            self.accept(segment.source, now, out);
+        if segment.destination() == PORT && segment.syn() && !segment.ack() && !segment.rst() {
+            self.accept(segment.source(), now, out);
         }
-        if segment.destination == PORT
-            && segment.has_payload
-            && let Some(connection) = self.connections.iter_mut().find(|c| c.port == segment.source)
+        if segment.destination() == PORT
+            && !segment.payload().is_empty()
+            && let Some(connection) = self.connections.iter_mut().find(|c| c.port == segment.source())
         {
             connection.active = now;
         }
-        let mut incoming = std::mem::take(&mut self.incoming);
-        packet::write_tcp(&mut incoming, own, segment.bytes);
         let at = self.stack_time(now);
-        let mut device = Device { incoming: Some(&incoming), out };
+        let mut device = Device { incoming: Some(packet), out };
         self.interface.poll_ingress_single(at, &mut device, &mut self.sockets);
-        self.incoming = incoming;
         // A SYN the stack did not like leaves its socket listening.
         self.reap(|state| matches!(state, State::Closed | State::Listen));
     }
@@ -298,6 +291,8 @@ impl phy::Device for Device<'_> {
         let mut capabilities = DeviceCapabilities::default();
         capabilities.medium = Medium::Ip;
         capabilities.max_transmission_unit = MTU;
+        // What comes was checked before, unless its checksum was left for us to complete.
+        capabilities.checksum.tcp = Checksum::Tx;
         capabilities
     }
 }

@@ -27,7 +27,7 @@ pub(crate) fn at(millis: u64) -> Instant {
     *START + Duration::from_millis(millis)
 }
 
-/// The id whose agent address ends in the given 80 bits.
+/// The id whose Coder address ends in the given 80 bits.
 pub(crate) fn id(address: Ipv6Addr) -> Uuid {
     Uuid::from_bytes(address.octets())
 }

@@ -12,15 +12,16 @@ use std::net::Ipv6Addr;
 use std::sync::Arc;
 
 use arc_swap::{ArcSwap, Guard};
+use codervpn_wire::node::{CODER_PREFIX, DNS_ADDRESS};
 
-use crate::names::{self, Assignment, DNS_ADDRESS, SERVICE_PREFIX, ZoneInput};
+use crate::names::{self, Assignment, ZoneInput};
 use crate::suffix::Suffix;
 
 /// `b.2.4.a.a.7.2.6.0.6.d.f.ip6.arpa.`, the /48 in wire form.
 pub(crate) const REVERSE_APEX: &[u8] =
     b"\x01b\x012\x014\x01a\x01a\x017\x012\x016\x010\x016\x01d\x01f\x03ip6\x04arpa\x00";
 const NIBBLES: usize = 32;
-const PREFIX_NIBBLES: usize = 2 * SERVICE_PREFIX.len();
+const PREFIX_NIBBLES: usize = 2 * CODER_PREFIX.len();
 
 /// One state of all names.
 #[derive(Debug, Default)]
@@ -145,7 +146,7 @@ impl Zone {
         if count > NIBBLES {
             return MISSING;
         }
-        let mut prefix = SERVICE_PREFIX.iter().fold(0u128, |bits, byte| bits << 8 | u128::from(*byte));
+        let mut prefix = CODER_PREFIX.iter().fold(0u128, |bits, byte| bits << 8 | u128::from(*byte));
         for [length, digit] in pairs.iter().rev() {
             match (length, (*digit as char).to_digit(16)) {
                 (1, Some(nibble)) => prefix = prefix << 4 | u128::from(nibble),

@@ -9,12 +9,13 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ::http::{HeaderMap, HeaderName, HeaderValue};
+use codervpn_wire::node::is_coder_address;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use tokio::net::{TcpSocket, TcpStream};
@@ -316,16 +317,10 @@ fn usable(addresses: Vec<IpAddr>, target: &Target) -> Result<Vec<IpAddr>, DialEr
 
 /// Whether the address belongs to agents, other clients or our resolver.
 fn in_own_network(address: IpAddr) -> bool {
-    const SERVICE_PREFIX: [u16; 3] = [0xfd60, 0x627a, 0xa42b];
     match address {
-        IpAddr::V6(v6) => v6_prefix(v6) == SERVICE_PREFIX,
+        IpAddr::V6(v6) => is_coder_address(v6),
         IpAddr::V4(_) => false,
     }
-}
-
-fn v6_prefix(address: Ipv6Addr) -> [u16; 3] {
-    let [a, b, c, ..] = address.segments();
-    [a, b, c]
 }
 
 /// Starts one attempt after the other, each `ATTEMPT_DELAY` after the previous

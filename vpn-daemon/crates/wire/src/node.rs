@@ -24,9 +24,9 @@ pub const MAX_PREFIXES: usize = 64;
 /// Latencies and forced-websocket reasons taken from one node: two families for each region of a full map.
 const MAX_REGION_ENTRIES: usize = 2 * crate::derp_map::MAX_REGIONS;
 
-/// First 48 bits of every address that we route: Coder's own prefix.
+/// First 48 bits of every address that we route: Coder's own prefix (`tailnet.CoderServicePrefix`).
 pub const CODER_PREFIX: [u8; 6] = [0xfd, 0x60, 0x62, 0x7a, 0xa4, 0x2b];
-/// First 48 bits of the addresses that agents have besides.
+/// First 48 bits of the addresses that agents have besides (`tailnet.TailscaleServicePrefix`); not routed.
 pub const TAILSCALE_PREFIX: [u8; 6] = [0xfd, 0x7a, 0x11, 0x5c, 0xa1, 0xe0];
 /// The address that all very old agents share: never routed.
 pub const LEGACY_AGENT_ADDRESS: Ipv6Addr =
@@ -54,10 +54,14 @@ fn derived(prefix: [u8; 6], id: Uuid) -> Ipv6Addr {
     bytes.into()
 }
 
+/// Whether an address lies under Coder's prefix: an agent's, another client's, or our resolver's.
+pub fn is_coder_address(address: Ipv6Addr) -> bool {
+    address.octets().starts_with(&CODER_PREFIX)
+}
+
 /// Whether an address lies inside the tunnel (both prefixes).
 pub fn is_tunnel_address(address: Ipv6Addr) -> bool {
-    let bytes = address.octets();
-    bytes.starts_with(&CODER_PREFIX) || bytes.starts_with(&TAILSCALE_PREFIX)
+    is_coder_address(address) || address.octets().starts_with(&TAILSCALE_PREFIX)
 }
 
 /// Whether a candidate may be pinged, from whatever source it came (T-06, T-44): a unicast address outside the tunnel

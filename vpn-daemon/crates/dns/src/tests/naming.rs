@@ -2,11 +2,12 @@
 
 use std::net::Ipv6Addr;
 
+use codervpn_wire::node::{coder_address, tailscale_address};
 use proptest::prelude::{prop, proptest};
 use uuid::Uuid;
 
 use super::{AGENT, ask, at, id, input, workspace};
-use crate::names::{self, SkipReason, agent_address, fqdns, legacy_agent_address, own_name};
+use crate::names::{self, SkipReason, fqdns, own_name};
 use crate::{Agent, DNS_ADDRESS, DnsState, SelfTest, Suffix, SuffixError, SuffixRules, Workspace, Zone, ZoneHandle};
 use crate::{self_test, suffix_tlds};
 
@@ -16,10 +17,10 @@ fn parse(raw: &str) -> Result<String, SuffixError> {
 
 #[test]
 fn addresses_of_the_examples() {
-    let address = |id: &str| agent_address(id.parse::<Uuid>().unwrap()).to_string();
+    let address = |id: &str| coder_address(id.parse::<Uuid>().unwrap()).to_string();
     assert_eq!(address("7f3c9a52-1d4e-4b86-a2c7-5e90d1f8b364"), "fd60:627a:a42b:4b86:a2c7:5e90:d1f8:b364");
     assert_eq!(address("5e0c1f7a-2b3d-4c4e-8f60-718293a4b5c6"), "fd60:627a:a42b:4c4e:8f60:7182:93a4:b5c6");
-    let legacy = legacy_agent_address("7f3c9a52-1d4e-4b86-a2c7-5e90d1f8b364".parse().unwrap());
+    let legacy = tailscale_address("7f3c9a52-1d4e-4b86-a2c7-5e90d1f8b364".parse().unwrap());
     assert_eq!(legacy.to_string(), "fd7a:115c:a1e0:4b86:a2c7:5e90:d1f8:b364");
 }
 
