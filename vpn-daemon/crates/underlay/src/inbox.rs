@@ -4,10 +4,12 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use codervpn_wire::derp::GoneReason;
 use codervpn_wire::derp_map::RegionId;
+use codervpn_wire::keys::NodePublic;
 
 use crate::batch::RelayBatch;
-use crate::relays::{Incoming, RelayEvent, lock};
+use crate::lock::lock;
 
 /// Received bytes that may wait for the data thread. It takes less than 50 ms
 /// to work them off; until then the relays are not read.
@@ -18,6 +20,30 @@ const INBOX_BATCHES: usize = 64;
 const JOIN: usize = 16 * 1024;
 /// Hints (peer gone, health) that may wait; further ones are dropped.
 const INBOX_EVENTS: usize = 1024;
+
+/// What comes from the relays.
+#[derive(Debug)]
+pub enum Incoming {
+    Packets(RelayBatch),
+    Event(RelayEvent),
+}
+
+/// What happened to a relay connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RelayEvent {
+    /// Packets can be sent and received now.
+    Connected { region: RegionId },
+    /// The connection ended; routes learnt on it are void.
+    Disconnected { region: RegionId, reason: String },
+    /// An attempt failed; it will be repeated while the region is needed.
+    Failed { region: RegionId, reason: String },
+    /// A hint: the relay does not have that peer (any more).
+    PeerGone { region: RegionId, peer: NodePublic, reason: GoneReason },
+    /// The relay's complaint, `None` when it is over.
+    Health { region: RegionId, text: Option<String> },
+    /// A congested region takes batches again.
+    Drained { region: RegionId },
+}
 
 /// What waits for the data thread, from all regions.
 pub(crate) struct Inbox {

@@ -22,8 +22,9 @@ use tokio_util::io::poll_read_buf;
 use tracing::debug;
 
 use crate::batch::{FrameHead, MAX_PACKET_FRAME, RelayBatch};
+use crate::inbox::RelayEvent;
+use crate::region::{Queued, RegionState};
 use crate::relay::{Greeted, RelayError};
-use crate::relays::{Queued, RegionState, RelayEvent};
 use crate::stream::Connection;
 
 /// No frame for so long ends the connection; the server sends a keepalive

@@ -56,10 +56,6 @@ impl Connection {
         self.tcp().peer_addr().ok()
     }
 
-    pub fn local_address(&self) -> Option<SocketAddr> {
-        self.tcp().local_addr().ok()
-    }
-
     /// Whether TLS chose HTTP/2, with which no upgrade is possible.
     pub(crate) fn chose_http2(&self) -> bool {
         match &self.inner {
