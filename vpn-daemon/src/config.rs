@@ -14,6 +14,8 @@ use serde::Deserialize;
 use thiserror::Error;
 use toml::{Table, Value};
 
+use crate::parameters::is_legal_header;
+
 /// Where the file is looked for when `--config` is not given.
 pub const DEFAULT_PATH: &str = "/etc/codervpn/config.toml";
 
@@ -200,9 +202,7 @@ impl Config {
             return Err(ConfigError::Value { key: "network.proxy", reason: "proxies are not built yet".into() });
         }
         for (name, value) in &self.network.headers {
-            let legal_name =
-                !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&b));
-            if !legal_name || value.bytes().any(|b| b < 0x20 || b == 0x7f) {
+            if !is_legal_header(name, value) {
                 return Err(ConfigError::Value {
                     key: "network.headers",
                     reason: format!("{name:?} is no header: a name of letters, digits and '-', a value on one line"),

@@ -71,14 +71,19 @@ pub fn check_headers<'a>(headers: impl IntoIterator<Item = (&'a str, &'a str)>) 
 }
 
 fn check_header(name: &str, value: &str) -> Result<(), Failure> {
-    let legal_name =
-        !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&b));
-    if legal_name && !value.bytes().any(|b| b < 0x20 || b == 0x7f) {
+    if is_legal_header(name, value) {
         return Ok(());
     }
     // The value may be secret, so only the name is repeated.
     Err(Failure::new(FailureCode::BadRequest, format!("{name:?} is not a legal header"))
         .remedy("a header has a name of letters, digits and '-', and a value on one line"))
+}
+
+/// A name that is a token of RFC 9110, a value on one line.
+pub fn is_legal_header(name: &str, value: &str) -> bool {
+    !name.is_empty()
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&b))
+        && !value.bytes().any(|b| b < 0x20 || b == 0x7f)
 }
 
 /// How this machine names itself to the deployment.

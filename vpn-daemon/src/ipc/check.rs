@@ -40,6 +40,6 @@ pub(super) async fn check(config: &Config, request: CheckRequest) -> Result<Chec
     };
     timeout(LIMIT, ask).await.unwrap_or_else(|_| {
         Err(Failure::new(FailureCode::Timeout, format!("{deployment} does not answer"))
-            .remedy("check the URL and your network; behind a proxy set network.proxy in the daemon's configuration"))
+            .remedy("check the URL and your network; this version cannot go through a proxy"))
     })
 }

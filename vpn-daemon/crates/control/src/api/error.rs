@@ -373,7 +373,8 @@ fn unreachable_text(error: &DialError) -> String {
         }
         DialError::Refused { .. } => format!("{error}; check the deployment URL and its port"),
         DialError::Timeout { .. } | DialError::Connect { .. } => format!(
-            "{error}; check the network and the deployment URL (if a proxy is needed: network.proxy in the configuration)"
+            "{error}; check the network and the deployment URL (a deployment behind a proxy cannot be reached yet: \
+             network.proxy comes with a later version)"
         ),
         DialError::OwnNetwork { .. } | DialError::Tls { .. } => error.to_string(),
     }

@@ -21,7 +21,6 @@ mod tests;
 
 use std::future::poll_fn;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use lock::Lock;
@@ -177,11 +176,7 @@ impl Connection {
 
     /// Waits until the session has ended and says why.
     pub async fn ended(&self) -> MuxError {
-        poll_fn(|cx| match self.shared.lock().poll_ended(cx) {
-            Poll::Ready(error) => Poll::Ready(error),
-            Poll::Pending => Poll::Pending,
-        })
-        .await
+        poll_fn(|cx| self.shared.lock().poll_ended(cx)).await
     }
 
     /// Streams known to the session right now.
