@@ -230,7 +230,7 @@ impl Deployment {
         let full = update.full;
         let diff = self.workspaces.apply(update);
         let added = diff.added_agents.iter().map(|id| engine::Command::AddDestination(*id)).collect();
-        let _ = self.tunnel.handle().apply(added).await;
+        let _ = self.tunnel.handle().applied(added).await;
         if diff.names || full {
             self.names.publish(&self.workspaces);
         }

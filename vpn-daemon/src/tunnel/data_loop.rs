@@ -181,6 +181,7 @@ impl<D: PacketDevice> DataLoop<D> {
                     self.engine.apply(command, now, &mut self.out);
                 }
             }
+            Command::Reached(reply) => drop(reply.send(())),
             Command::Snapshot(reply) => {
                 // Whoever asked may have given up.
                 let _ = reply.send(self.snapshot(now));

@@ -31,9 +31,15 @@ const EVENTS: usize = 256;
 /// What the data thread is told.
 enum Command {
     Engine(Vec<engine::Command>),
+    /// Answered when everything before it has been done.
+    Reached(oneshot::Sender<()>),
     Snapshot(oneshot::Sender<Snapshot>),
     Forwarding(Option<BaseServers>),
-    ForwardAnswer { id: ForwardId, message: Vec<u8>, taken: oneshot::Sender<ForwardReply> },
+    ForwardAnswer {
+        id: ForwardId,
+        message: Vec<u8>,
+        taken: oneshot::Sender<ForwardReply>,
+    },
     ForwardFailure(ForwardId),
     Stop,
 }
@@ -157,6 +163,17 @@ impl TunnelHandle {
             return Ok(());
         }
         self.send(Command::Engine(commands)).await
+    }
+
+    /// As `apply`, and waits until the engine has done them: what is said to programs afterwards is true for them.
+    pub async fn applied(&self, commands: Vec<engine::Command>) -> Result<(), Ended> {
+        if commands.is_empty() {
+            return Ok(());
+        }
+        self.apply(commands).await?;
+        let (reached, done) = oneshot::channel();
+        self.send(Command::Reached(reached)).await?;
+        done.await.map_err(|_| Ended)
     }
 
     /// What can be shown now. The round trip also proves that the thread is alive.

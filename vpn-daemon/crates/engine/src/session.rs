@@ -33,6 +33,10 @@ const REKEY_AFTER_AS_RESPONDER: Duration = Duration::from_secs(150);
 const REJECT_AFTER: Duration = Duration::from_secs(180);
 const REKEY_TIMEOUT: Duration = Duration::from_secs(5);
 const REKEY_JITTER_MS: u64 = 333;
+/// The first initiations to a key that never answered follow faster, each this long after the one before: a process that
+/// has just started may know us before its relay does, and what reaches a relay too early is lost (6.2 step 9).
+const EARLY_RETRIES: [Duration; 3] =
+    [Duration::from_millis(200), Duration::from_millis(400), Duration::from_millis(800)];
 const REKEY_ATTEMPT: Duration = Duration::from_secs(90);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 const PERSISTENT_KEEPALIVE: Duration = Duration::from_secs(25);
@@ -82,6 +86,7 @@ impl Sessions {
             established: None,
             unconfirmed: None,
             initiation: None,
+            early: 0,
             last_initiation: None,
             last_received_initiation: None,
             last_handshake: None,
@@ -124,6 +129,8 @@ pub(crate) struct Session {
     /// We answered an initiation: receiver index and time of the session that exists once its initiator used it.
     unconfirmed: Option<(u32, Instant)>,
     initiation: Option<Initiation>,
+    /// Initiations sent before the peer ever answered.
+    early: usize,
     last_initiation: Option<Instant>,
     last_received_initiation: Option<Instant>,
     last_handshake: Option<Instant>,
@@ -226,7 +233,10 @@ impl Session {
     }
 
     fn initiation_sent(&mut self, jitter: u32, now: Instant) {
-        let retry_at = now + REKEY_TIMEOUT + Duration::from_millis(u64::from(jitter) % REKEY_JITTER_MS);
+        let early = EARLY_RETRIES.get(self.early).filter(|_| self.last_handshake.is_none());
+        self.early += 1;
+        let regular = REKEY_TIMEOUT + Duration::from_millis(u64::from(jitter) % REKEY_JITTER_MS);
+        let retry_at = now + early.copied().unwrap_or(regular);
         let first = self.initiation.map_or(now, |i| i.first);
         self.initiation = Some(Initiation { first, retry_at });
         self.last_initiation = Some(now);
