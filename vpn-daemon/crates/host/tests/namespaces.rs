@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use codervpn_host::dns::{self, Backend as _, ConfiguredMode, DnsConfig, Mode, State, direct};
-use codervpn_host::routes::{Error, Prefix, RouteConfig, Routes};
+use codervpn_host::routes::{Error, Prefix, RouteConfig, Routes, Watch};
 use codervpn_host::tun::{self, Tun};
 use codervpn_host::{Paths, cleanup};
 use common::{block_on, in_namespaces, ip, run};
@@ -226,12 +226,13 @@ fn crashes_never_pile_up_rules() {
 
 // N-02, N-05: what others break is made whole again.
 #[test]
-fn repair_brings_back_address_route_and_rule() {
-    in_namespaces("repair_brings_back_address_route_and_rule", || {
+fn damage_is_heard_and_repaired() {
+    in_namespaces("damage_is_heard_and_repaired", || {
         let (_dir, paths) = temporary();
         let tun = Tun::open("coder0", tun::MTU).unwrap();
         block_on(async {
             let mut routes = Routes::apply(&tun, &route_config(), &paths).await.unwrap();
+            let watch = Watch::new().unwrap();
             for damage in [
                 "link set coder0 mtu 1200",
                 "-6 rule del priority 5100",
@@ -239,8 +240,11 @@ fn repair_brings_back_address_route_and_rule() {
                 "link set coder0 down",
                 "-6 addr flush dev coder0",
             ] {
+                assert!(!routes.check().await.unwrap(), "before {damage}");
+                watch.clear();
                 ip(damage);
-                routes.repair().await.unwrap();
+                tokio::time::timeout(Duration::from_secs(5), watch.changed()).await.expect(damage);
+                assert!(routes.check().await.unwrap(), "{damage}");
                 let way = ip(&format!("-6 route get {PEER}"));
                 assert!(way.contains("dev coder0") && way.contains(OWN), "{damage}: {way}");
                 assert!(ip("link show coder0").contains("mtu 1280"));
@@ -248,7 +252,7 @@ fn repair_brings_back_address_route_and_rule() {
             }
             // 6.5: the device itself cannot be repaired here.
             ip("link del coder0");
-            let error = routes.repair().await.unwrap_err();
+            let error = routes.check().await.unwrap_err();
             assert!(matches!(error, Error::InterfaceGone), "{error}");
             let mut buffer = [0; 64];
             let gone = tun.recv(&mut buffer).unwrap_err();

@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use super::{Choice, Mode};
 use crate::Paths;
 
-#[cfg(target_os = "linux")]
 /// Larger files are not looked at.
+#[cfg(target_os = "linux")]
 const MAX_FILE: usize = 64 * 1024;
 
 /// What was found on this machine.
@@ -190,8 +190,8 @@ fn overrides_resolved(version: &str) -> bool {
     (next(), next()) == (Some(1), Some(26)) && next().is_none_or(|patch| patch <= 5)
 }
 
-#[cfg(target_os = "linux")]
 /// Among the leading comments, the last one that names a program.
+#[cfg(target_os = "linux")]
 fn owner(resolv_conf: &str) -> Option<Owner> {
     resolv_conf
         .lines()
@@ -210,16 +210,16 @@ fn owner(resolv_conf: &str) -> Option<Owner> {
         .last()
 }
 
-#[cfg(target_os = "linux")]
 /// `hosts: … resolve … dns …`
+#[cfg(target_os = "linux")]
 fn asks_resolve_before_dns(nsswitch: &str) -> bool {
     nsswitch.lines().filter_map(|line| line.split('#').next()?.trim().strip_prefix("hosts:")).any(|sources| {
         sources.split_whitespace().find(|source| matches!(*source, "resolve" | "dns")) == Some("resolve")
     })
 }
 
-#[cfg(target_os = "linux")]
 /// systemd installs `resolvconf` as another name of `resolvectl`; that one means nothing.
+#[cfg(target_os = "linux")]
 fn has_own_resolvconf() -> bool {
     ["/usr/sbin", "/sbin", "/usr/bin", "/bin"]
         .iter()

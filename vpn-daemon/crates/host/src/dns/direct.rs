@@ -122,6 +122,12 @@ impl Direct {
     }
 }
 
+/// The servers the machine has now: where [`Direct`] will want everything else forwarded to.
+pub fn current_servers(paths: &Paths, config: &DnsConfig) -> Vec<SocketAddr> {
+    // A file that cannot be read is an error for the one who replaces it.
+    servers_of(&std::fs::read(&paths.resolv_conf).unwrap_or_default(), config)
+}
+
 /// Puts the original back if a daemon, dead or alive, has replaced it; `None` when there was
 /// nothing to do. Synchronous, and repeating it is harmless.
 pub fn restore(paths: &Paths) -> Result<Option<Restored>, Error> {

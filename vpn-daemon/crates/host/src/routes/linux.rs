@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use futures_util::TryStreamExt as _;
 use rtnetlink::packet_route::address::{AddressAttribute, AddressFlags};
-use rtnetlink::packet_route::link::{AfSpecInet6, AfSpecUnspec, In6AddrGenMode, LinkAttribute};
+use rtnetlink::packet_route::link::{AfSpecInet6, AfSpecUnspec, In6AddrGenMode, LinkAttribute, LinkFlags};
 use rtnetlink::packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteProtocol, RouteType};
 use rtnetlink::packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
 use rtnetlink::{Handle, IpVersion, LinkUnspec, RouteMessageBuilder};
@@ -76,6 +76,43 @@ impl Routes {
         self.has_rule = self.replace_rule().await?;
         let table = if self.has_rule { self.config.table } else { RT_TABLE_MAIN };
         self.add_route(table).await
+    }
+
+    /// Whether packets for the prefix still take our way; if not, everything is put back and the answer is true. Asks
+    /// the kernel two small questions, so it may be called often.
+    pub async fn check(&mut self) -> Result<bool, Error> {
+        if self.is_link_right().await? && self.is_way_right().await {
+            return Ok(false);
+        }
+        self.repair().await?;
+        Ok(true)
+    }
+
+    async fn is_link_right(&mut self) -> Result<bool, Error> {
+        let mut links = self.netlink.handle.link().get().match_index(self.index).execute();
+        let mut right = false;
+        while let Some(link) = links.try_next().await.map_err(|error| netlink_error("look at the interface", error))? {
+            right |= link.header.flags.contains(LinkFlags::Up)
+                && link.attributes.iter().any(|a| matches!(a, LinkAttribute::Mtu(mtu) if *mtu == self.mtu));
+        }
+        Ok(right)
+    }
+
+    /// The kernel's own choice of a way covers rule, route and address at once.
+    async fn is_way_right(&mut self) -> bool {
+        // The first address of the prefix is nobody's.
+        let request = RouteMessageBuilder::<Ipv6Addr>::new().destination_prefix(self.config.prefix.address, 128).build();
+        let mut found = self.netlink.handle.route().get(request).execute();
+        let mut right = false;
+        // An error says that there is no way at all.
+        while let Ok(Some(way)) = found.try_next().await {
+            let here = |a: &RouteAttribute| matches!(a, RouteAttribute::Oif(index) if *index == self.index);
+            let as_us = |a: &RouteAttribute| {
+                matches!(a, RouteAttribute::PrefSource(RouteAddress::Inet6(source)) if *source == self.config.address)
+            };
+            right = way.attributes.iter().any(here) && way.attributes.iter().any(as_us);
+        }
+        right
     }
 
     /// False on kernels without policy routing: another VPN's default route may then win.

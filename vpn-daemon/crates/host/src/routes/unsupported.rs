@@ -17,11 +17,33 @@ impl Routes {
         match self.0 {}
     }
 
+    pub async fn check(&mut self) -> Result<bool, Error> {
+        match self.0 {}
+    }
+
     pub fn has_rule(&self) -> bool {
         match self.0 {}
     }
 
     pub async fn undo(self) -> Result<(), Error> {
+        match self.0 {}
+    }
+}
+
+/// Never exists.
+#[derive(Debug)]
+pub struct Watch(std::convert::Infallible);
+
+impl Watch {
+    pub fn new() -> Result<Self, Error> {
+        Err(Unsupported("watching routes").into())
+    }
+
+    pub async fn changed(&self) {
+        match self.0 {}
+    }
+
+    pub fn clear(&self) {
         match self.0 {}
     }
 }
