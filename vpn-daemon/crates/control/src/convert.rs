@@ -52,13 +52,17 @@ pub fn node_to_proto(node: &Node) -> pb::Node {
     }
 }
 
-/// A relay map as received; what cannot be right is left out and logged.
+/// A relay map as received.
 pub fn derp_map_from_proto(map: pb::DerpMap) -> DerpMap {
-    let fields = DerpMapFields {
+    derp_map(&DerpMapFields {
         region_scores: map.home_params.map(|params| params.region_score.into_iter().collect()).unwrap_or_default(),
         regions: map.regions.into_iter().map(|(key, region)| (key, region_fields(region))).collect(),
-    };
-    let (map, warnings) = DerpMap::from_fields(&fields);
+    })
+}
+
+/// Validates; what cannot be right is left out and logged (T-26).
+pub(crate) fn derp_map(fields: &DerpMapFields) -> DerpMap {
+    let (map, warnings) = DerpMap::from_fields(fields);
     for warning in warnings {
         tracing::warn!(%warning, "part of the relay map is left out");
     }

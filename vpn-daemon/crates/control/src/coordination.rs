@@ -161,9 +161,9 @@ impl Coordination {
     pub(crate) fn receive(&mut self, response: pb::CoordinateResponse, requests: &mut impl Requests) -> Answer {
         let error = (!response.error.is_empty()).then(|| plain(&response.error));
         match &error {
-            Some(text) if text.starts_with(READY_ERROR) => tracing::warn!(%text, "coordinator"),
+            Some(text) if text.starts_with(READY_ERROR) => tracing::debug!(%text, "coordinator"),
             Some(text) => {
-                tracing::error!(%text, "the coordinator is about to hang up");
+                tracing::debug!(%text, "the coordinator is about to hang up");
                 self.error = Some(text.clone());
             }
             None => {}

@@ -9,6 +9,7 @@
 //! * [`convert`]: protobuf from and to the validated types of `wire`.
 //!
 //! Tokens are [`secrecy::SecretString`]s from end to end; no error, event or log line of this crate holds one (S-03).
+//! What an event tells is logged here at DEBUG only: how loud it is, is for its receiver to decide.
 
 #![forbid(unsafe_code)]
 

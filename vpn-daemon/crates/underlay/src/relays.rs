@@ -20,7 +20,7 @@ use codervpn_wire::derp_map::{DerpMap, Region};
 use codervpn_wire::keys::NodePrivate;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
-use tracing::{debug, warn};
+use tracing::debug;
 
 pub use codervpn_wire::derp_map::RegionId;
 
@@ -296,7 +296,7 @@ async fn needed(state: &RegionState) {
     .await;
 }
 
-/// A repeated failure is told once at WARN, then at DEBUG.
+/// A repeated failure is told once; how loud is for the receiver to decide.
 fn note_failure(state: &RegionState, error: &RelayError) {
     let reason = error.to_string();
     let region = state.id();
@@ -305,7 +305,7 @@ fn note_failure(state: &RegionState, error: &RelayError) {
     view.error = Some(reason.clone());
     drop(view);
     if news {
-        warn!(%region, reason, "cannot connect to the relay");
+        debug!(%region, reason, "cannot connect to the relay");
         state.tell(RelayEvent::Failed { region, reason });
     } else {
         debug!(%region, reason, "still cannot connect to the relay");

@@ -226,10 +226,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> WebSocket<S> {
         &self.answer_headers
     }
 
-    pub fn get_ref(&self) -> &S {
-        &self.inner.get_ref().inner
-    }
-
     /// Closes with a code: 1000 in the ordinary case, 1011 when the streams on
     /// top could not be opened (2.5). Waits at most one second for the echo.
     pub async fn close(mut self, code: u16, reason: &str) {

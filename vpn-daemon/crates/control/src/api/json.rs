@@ -7,6 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
 use super::Telemetry;
+use crate::convert::derp_map;
 
 #[derive(Deserialize)]
 pub(super) struct User {
@@ -155,22 +156,16 @@ fn any_case<'de, T: DeserializeOwned, D: Deserializer<'de>>(deserializer: D) -> 
 }
 
 impl MapJson {
-    /// Validates; what cannot be right is left out and logged (T-26).
     pub(super) fn into_derp_map(self) -> DerpMap {
         let members = self.0;
         let scores = members.homeparams.and_then(|params| params.0.regionscore).unwrap_or_default();
-        let fields = DerpMapFields {
+        derp_map(&DerpMapFields {
             region_scores: scores
                 .iter()
                 .filter_map(|(region, score)| Some((region.parse().ok()?, score.as_f64()?)))
                 .collect(),
             regions: members.regions.unwrap_or_default().into_iter().filter_map(region).collect(),
-        };
-        let (map, warnings) = DerpMap::from_fields(&fields);
-        for warning in warnings {
-            tracing::warn!(%warning, "part of the relay map is left out");
-        }
-        map
+        })
     }
 }
 

@@ -99,7 +99,7 @@ pub(super) async fn run(state: &mut State, dialed: Dialed) -> End {
         Ok(Err(error)) => return End::Lost(format!("the calls could not be opened: {error}")),
         Err(_) => return End::Lost("the calls could not be opened: the server takes no data".into()),
     };
-    tracing::info!("control connection stands");
+    tracing::debug!("control connection stands");
     state.emit(ControlEvent::Connected { server_version: dialed.server_version });
     let end = calls.run(state).await;
     match &end {

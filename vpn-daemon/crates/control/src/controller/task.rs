@@ -130,7 +130,7 @@ impl State {
                     (error.to_string(), error.is_signed_out())
                 }
             };
-            tracing::warn!(%reason, retry_in = ?delay, "no control connection");
+            tracing::debug!(%reason, retry_in = ?delay, "no control connection");
             self.emit(ControlEvent::Lost { reason, retry_in: delay, signed_out });
         }
     }
