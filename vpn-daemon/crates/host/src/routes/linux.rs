@@ -101,15 +101,14 @@ impl Routes {
     /// The kernel's own choice of a way covers rule, route and address at once.
     async fn is_way_right(&mut self) -> bool {
         // The first address of the prefix is nobody's.
-        let request = RouteMessageBuilder::<Ipv6Addr>::new().destination_prefix(self.config.prefix.address, 128).build();
+        let request =
+            RouteMessageBuilder::<Ipv6Addr>::new().destination_prefix(self.config.prefix.address, 128).build();
         let mut found = self.netlink.handle.route().get(request).execute();
         let mut right = false;
         // An error says that there is no way at all.
         while let Ok(Some(way)) = found.try_next().await {
             let here = |a: &RouteAttribute| matches!(a, RouteAttribute::Oif(index) if *index == self.index);
-            let as_us = |a: &RouteAttribute| {
-                matches!(a, RouteAttribute::PrefSource(RouteAddress::Inet6(source)) if *source == self.config.address)
-            };
+            let as_us = |a: &RouteAttribute| matches!(a, RouteAttribute::PrefSource(RouteAddress::Inet6(source)) if *source == self.config.address);
             right = way.attributes.iter().any(here) && way.attributes.iter().any(as_us);
         }
         right

@@ -25,10 +25,10 @@ pub(crate) use unsupported::remove_leftovers;
 mod record;
 #[cfg(target_os = "linux")]
 mod watch;
-#[cfg(target_os = "linux")]
-pub use watch::Watch;
 #[cfg(not(target_os = "linux"))]
 pub use unsupported::Watch;
+#[cfg(target_os = "linux")]
+pub use watch::Watch;
 
 /// Our routing table. Not 52 and not near 5210 to 5270: those are Tailscale's, which Coder's own
 /// Go tunnel inherits.
