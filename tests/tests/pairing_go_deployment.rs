@@ -11,12 +11,16 @@ use codervpn_testbed::netns::Setup;
 use rand::RngExt as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use uuid::Uuid;
 
 const AGENT: Uuid = Uuid::from_u128(0xaaaa_aaaa_bbbb_4ccc_8ddd_eeee_eeee_eeee);
 const WORKSPACE: Uuid = Uuid::from_u128(0x1111_1111_2222_4333_8444_5555_5555_5555);
 const MIB: usize = 1 << 20;
+const BLOCK: usize = 32 * 1024;
+/// Bytes on their way to the echo and back.
+const IN_FLIGHT: usize = 512 * 1024;
 
 fn setup() -> Setup {
     Setup::new().programs().foreign().tun()
@@ -38,9 +42,24 @@ async fn echo(agent: &Agent, bytes: usize) -> anyhow::Result<()> {
     let mut stream = TcpStream::connect((agent.address(), 7)).await?;
     let (mut reader, mut writer) = stream.split();
     let mut back = vec![0; bytes];
-    let (wrote, read) = tokio::join!(writer.write_all(&sent), reader.read_exact(&mut back));
-    wrote?;
-    read?;
+    // Both directions at once, but never so much that the echo's buffers fill up: two ends that both wait for the other
+    // to read are the echo's own deadlock.
+    let room = Semaphore::new(IN_FLIGHT);
+    let send = async {
+        for block in sent.chunks(BLOCK) {
+            room.acquire_many(block.len() as u32).await?.forget();
+            writer.write_all(block).await?;
+        }
+        anyhow::Ok(())
+    };
+    let receive = async {
+        for block in back.chunks_mut(BLOCK) {
+            reader.read_exact(block).await?;
+            room.add_permits(block.len());
+        }
+        anyhow::Ok(())
+    };
+    tokio::try_join!(send, receive)?;
     ensure!(sent == back, "what came back is not what was sent");
     Ok(())
 }
