@@ -281,12 +281,19 @@ pub struct System {
     pub addresses: String,
     pub routes: String,
     pub rules: String,
-    /// Of `/etc/resolv.conf`: target of a link, mode and owner, content.
-    pub resolver: (Option<PathBuf>, Option<(u32, u32, u32)>, Option<Vec<u8>>),
+    pub resolver: ResolverFile,
     /// Names in `/etc`.
     pub etc: Vec<PathBuf>,
     /// Whether IPv6 is switched off, by interface.
     pub ipv6: BTreeMap<PathBuf, String>,
+}
+
+/// `/etc/resolv.conf`.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ResolverFile {
+    pub link_target: Option<PathBuf>,
+    pub mode_and_owner: Option<(u32, u32, u32)>,
+    pub content: Option<Vec<u8>>,
 }
 
 impl System {
@@ -306,11 +313,11 @@ impl System {
             addresses: ip("-o -6 addr show")?,
             routes: ip("-6 route show table all")?,
             rules: format!("{}{}", ip("-6 rule show")?, ip("rule show")?),
-            resolver: (
-                if link { Some(fs::read_link(file)?) } else { None },
-                found.map(|found| (found.mode(), found.uid(), found.gid())),
-                fs::read(file).ok(),
-            ),
+            resolver: ResolverFile {
+                link_target: if link { Some(fs::read_link(file)?) } else { None },
+                mode_and_owner: found.map(|found| (found.mode(), found.uid(), found.gid())),
+                content: fs::read(file).ok(),
+            },
             etc,
             ipv6,
         })

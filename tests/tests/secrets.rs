@@ -30,7 +30,7 @@ fn search_processes() -> Result<usize> {
     let mut seen = 0;
     for entry in fs::read_dir("/proc")? {
         let folder = entry?.path();
-        if !folder.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.parse::<u32>().is_ok()) {
+        if folder.file_name().and_then(|name| name.to_str()).is_none_or(|name| name.parse::<u32>().is_err()) {
             continue;
         }
         for file in ["cmdline", "environ"] {

@@ -221,7 +221,10 @@ fn lints_are_not_dodged() {
             continue;
         }
         for line in code(&text).filter(|l| l.contains("allow(") || l.contains("expect(clippy")) {
-            if line.starts_with('#') && NEVER.iter().any(|lint| line.contains(lint)) {
+            // clippy counts functions with `#[test]` as tests, not the helpers beside them.
+            let test_program = file.starts_with("tests/tests/") || file.contains("/tests/");
+            let is_never = |lint: &&str| line.contains(*lint) && !(test_program && *lint == "unwrap_used");
+            if line.starts_with('#') && NEVER.iter().any(is_never) {
                 violations.push(format!("{file}: {line}"));
             }
         }

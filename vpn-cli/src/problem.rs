@@ -110,13 +110,12 @@ fn remedy(code: FailureCode) -> &'static str {
         FailureCode::ServerError => "try again in a while; if it stays so, tell the deployment's administrator",
         FailureCode::HostNotFound => "check the host name in the URL, and that this machine has a network",
         FailureCode::Unreachable | FailureCode::Timeout => {
-            "check that the deployment is up and the URL right; behind a proxy set `network.proxy` in \
-             /etc/codervpn/config.toml"
+            "check that the deployment is up and the URL right; proxies are not supported yet"
         }
         FailureCode::Tls => {
             "if the deployment uses a private authority, set `network.extra_ca` in /etc/codervpn/config.toml"
         }
-        FailureCode::Proxy => "check `network.proxy` in /etc/codervpn/config.toml",
+        FailureCode::Proxy => "reach the deployment without a proxy; they are not supported yet",
         FailureCode::BadSuffix => {
             "set `dns.allow_suffix` in /etc/codervpn/config.toml if you trust the deployment with it"
         }

@@ -2,6 +2,7 @@
 
 use std::os::linux::fs::MetadataExt as _;
 
+use codervpn_engine::LIBRARY_LOG_TARGET;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, reload};
@@ -30,8 +31,12 @@ pub(crate) fn init(filter: &str) -> anyhow::Result<Level> {
 }
 
 fn parse(filter: &str) -> anyhow::Result<EnvFilter> {
-    // boringtun reports ordinary expiries as errors; who wants to see them names it.
-    let whole = if filter.contains("boringtun") { filter.to_owned() } else { format!("{filter},boringtun=off") };
+    // It reports ordinary expiries as errors; who wants to see them names it.
+    let whole = if filter.contains(LIBRARY_LOG_TARGET) {
+        filter.to_owned()
+    } else {
+        format!("{filter},{LIBRARY_LOG_TARGET}=off")
+    };
     EnvFilter::try_new(whole).map_err(|error| {
         anyhow::anyhow!("daemon.log: {filter:?} is no filter ({error}); use error, warn, info, debug or trace")
     })

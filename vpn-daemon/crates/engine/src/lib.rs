@@ -68,6 +68,7 @@ pub use config::{Config, Role};
 pub use event::{Event, Path, PeerState, PeerStatus, Ping, PingError};
 pub use filter::Inbound;
 pub use home_relay::{HomeCandidate, HomeRelay};
+pub use session::LIBRARY_LOG_TARGET;
 pub use sink::{Route, Sink};
 pub use stats::Counters;
 

@@ -22,6 +22,9 @@ use boringtun::noise::{Tunn, TunnResult};
 use codervpn_wire::keys::{NodePrivate, NodePublic};
 use x25519_dalek::{PublicKey, StaticSecret};
 
+/// The target under which the library below logs. Ordinary expiries are errors to it, so a daemon may want to silence it.
+pub const LIBRARY_LOG_TARGET: &str = "boringtun";
+
 /// A data message is this much longer than its plaintext.
 pub(crate) const DATA_OVERHEAD: usize = 32;
 /// Room that every message that carries no data fits into (an initiation is 148 bytes).
