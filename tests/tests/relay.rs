@@ -120,7 +120,7 @@ impl Client {
         Ok(())
     }
 
-    async fn is_closed(mut self) -> Result {
+    async fn closed(mut self) -> Result {
         let mut rest = Vec::new();
         // A reset is an end, too.
         let _ = timeout(PATIENCE, self.stream.read_to_end(&mut rest)).await.context("still open")?;
@@ -164,7 +164,7 @@ async fn packets_pass_with_their_source() -> Result {
     too_long.extend_from_slice(&(32 + 65_537_u32).to_be_bytes());
     too_long.extend_from_slice(b.key.as_bytes());
     a.stream.write_all(&too_long).await?;
-    a.is_closed().await
+    a.closed().await
 }
 
 /// Unknown destinations: a hint for disco only, three at once (2.8); PeerGone when a peer leaves for good.
@@ -235,7 +235,7 @@ async fn what_is_not_allowed_ends_the_connection() -> Result {
         let mut frame = vec![kind, 0, 0, 0, length];
         frame.resize(5 + usize::from(length), 1);
         client.stream.write_all(&frame).await?;
-        client.is_closed().await?;
+        client.closed().await?;
     }
     let (mut stream, _, _) = open(&relay, UPGRADE).await?;
     stream.write_all(&[kind::PING, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, 0]).await?;
@@ -283,7 +283,7 @@ async fn slow_readers_and_restarts() -> Result {
     timeout(PATIENCE, cut).await.context("the slow reader stays")??;
     ensure!(relay.server().counters().overflow > 0, "nothing was dropped");
     relay.stop().await;
-    fast.is_closed().await?;
+    fast.closed().await?;
     ensure!(Client::connect(&relay).await.is_err(), "still there");
     relay.resume().await?;
     Client::connect(&relay).await?.nothing_more().await
