@@ -296,6 +296,16 @@ pub struct ResolverFile {
     pub content: Option<Vec<u8>>,
 }
 
+/// The resolver's file, byte for byte.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Resolver {
+    /// Where it leads, if it is a link.
+    pub target: Option<PathBuf>,
+    /// Mode, uid and gid of the file or link itself.
+    pub owner: Option<(u32, u32, u32)>,
+    pub content: Option<Vec<u8>>,
+}
+
 impl System {
     pub fn now() -> anyhow::Result<Self> {
         let file = Path::new("/etc/resolv.conf");

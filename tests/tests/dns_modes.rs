@@ -13,7 +13,7 @@ use codervpn_proto::ext::{DnsMode, DnsState};
 use codervpn_proto::vpn;
 use codervpn_testbed::daemon::{Client, Daemon, Options, System, World, link_resolv_conf};
 use codervpn_testbed::netns::{Setup, ip, own_file};
-use codervpn_testbed::{report, rootfs};
+use codervpn_testbed::{report, rootfs, skip};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::net::UdpSocket;
 use tokio::process::{Child, Command};
@@ -290,7 +290,7 @@ fn resolved_mode_splits_by_domain_and_leaves_no_setting() {
         let resolved = match Resolved::start().await {
             Ok(resolved) => resolved,
             Err(error) => {
-                codervpn_testbed::skip::skip(format!("systemd-resolved: {error:#}"));
+                skip::skip(format!("systemd-resolved: {error:#}"));
                 return Ok(());
             }
         };
