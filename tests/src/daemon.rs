@@ -118,7 +118,8 @@ impl Daemon {
             .context("codervpnd serve")?;
         let log = Log::follow(child.stderr.take().context("stderr is piped")?);
         let daemon = Self { child, config, socket: folder.join("vpn.sock"), log };
-        daemon.log.line("ready").await?;
+        // The whole beginning: at trace the libraries say such words, too.
+        daemon.log.line("INFO ready version=").await?;
         Ok(daemon)
     }
 
