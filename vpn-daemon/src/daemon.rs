@@ -146,6 +146,7 @@ impl Daemon {
         self.context.status.send_modify(|status| {
             status.lifecycle = lifecycle;
             status.since = SystemTime::now();
+            status.failed = failure.as_ref().and(status.owner);
             status.owner = owner;
             status.last_failure = failure;
             match lifecycle {

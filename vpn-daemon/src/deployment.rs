@@ -5,6 +5,7 @@
 //! in between, so that neither a failed nor a cancelled start leaves anything behind.
 
 mod bring_up;
+mod keeper;
 mod names;
 mod pings;
 mod view;
@@ -14,7 +15,6 @@ use std::time::Duration;
 
 use codervpn_control::{ControlEvent, Handle, PeerUpdate, PeerUpdateKind, WorkspaceUpdate};
 use codervpn_engine::{self as engine, RelayLatency};
-use codervpn_host::routes::Routes;
 use codervpn_proto::ext::{ControlState, FailureCode};
 use codervpn_proto::vpn::StartProgressStage;
 use codervpn_underlay::Relays;
@@ -28,12 +28,14 @@ use tokio_util::sync::CancellationToken;
 use crate::config::SharedConfig;
 use crate::daemon::Progress;
 use crate::failure::Failure;
-use crate::forwarder;
+use crate::forwarder::Forwarder;
 use crate::parameters::Parameters;
 use crate::status::Status;
 use crate::tunnel::{Tunnel, TunnelEvent};
 use crate::workspaces::Workspaces;
 
+use bring_up::Known;
+use keeper::Keeper;
 use names::Names;
 use pings::Pings;
 use view::View;
@@ -49,9 +51,15 @@ const GATHER: Duration = Duration::from_millis(50);
 const PROBE_EVERY: Duration = Duration::from_secs(30);
 /// Longest measurement.
 const PROBE_LIMIT: Duration = Duration::from_secs(3);
-/// Each step of taking the tunnel down may last so long; all of them together stay below the 5 s after which frontends
-/// give up on us.
-const STEP_LIMIT: Duration = Duration::from_secs(2);
+/// Making what is shown takes at most this part of our time: with thousands of agents it is shown less often.
+const SHOW_SHARE: u32 = 20;
+/// Leaving the coordinator and giving the resolver back, side by side; then the routes; then the device. Together at
+/// most 3 s (codervpn-protocol 6.4).
+const LEAVE_LIMIT: Duration = Duration::from_millis(1800);
+const ROUTES_LIMIT: Duration = Duration::from_millis(600);
+const DEVICE_LIMIT: Duration = Duration::from_millis(600);
+/// A device that was made anew and is lost again within this time has an enemy: we give up.
+const DEVICE_TRIAL: Duration = Duration::from_secs(60);
 
 /// What a deployment needs from the daemon.
 #[derive(Clone)]
@@ -87,23 +95,59 @@ pub enum Request {
 pub async fn serve(
     context: Context,
     parameters: Parameters,
-    requests: mpsc::Receiver<Request>,
+    mut requests: mpsc::Receiver<Request>,
     started: oneshot::Sender<Result<(), Failure>>,
     stop: CancellationToken,
 ) -> Option<Failure> {
-    // Dropping the future of a bring-up that was cancelled takes back what it had done so far; only routes need more
-    // than a drop, and it cares for those itself.
-    let running = match bring_up::bring_up(&context, &parameters, &stop).await {
-        Ok(running) => running,
-        Err(failure) => {
-            let _ = started.send(Err(failure.clone()));
-            return Some(failure);
+    let mut started = Some(started);
+    let mut known = None;
+    let mut device_made: Option<Instant> = None;
+    loop {
+        // A bring-up that fails or is cancelled takes back what it had done so far.
+        let running = match bring_up::bring_up(&context, &parameters, &stop, known.take()).await {
+            Ok(running) => running,
+            Err(failure) => {
+                if let Some(started) = started {
+                    let _ = started.send(Err(failure.clone()));
+                }
+                return Some(failure);
+            }
+        };
+        let mut deployment = Deployment { requests, started, ..running };
+        // Nothing that the deployment waits for may delay a stop.
+        let end = tokio::select! {
+            biased;
+            () = stop.cancelled() => End::Stopped,
+            end = deployment.run() => end,
+        };
+        let again = matches!(end, End::DeviceLost(_)) && device_made.is_none_or(|at| at.elapsed() > DEVICE_TRIAL);
+        let facts = deployment.known.clone();
+        (requests, started) = deployment.take_down(&end).await;
+        let failure = match end {
+            End::Stopped => None,
+            End::Failed(failure) => Some(failure),
+            // 6.5: once more, with the same address.
+            End::DeviceLost(failure) if again => {
+                tracing::warn!(%failure, "the device is made anew");
+                device_made = Some(Instant::now());
+                known = Some(facts);
+                continue;
+            }
+            End::DeviceLost(failure) => Some(failure),
+        };
+        if let Some(started) = started {
+            let cancelled = || Failure::new(FailureCode::Cancelled, "the start was cancelled");
+            let _ = started.send(Err(failure.clone().unwrap_or_else(cancelled)));
         }
-    };
-    let mut deployment = Deployment { requests, started: Some(started), ..running };
-    let failure = deployment.run(&stop).await;
-    deployment.take_down(failure.is_none()).await;
-    failure
+        return failure;
+    }
+}
+
+/// Why a deployment does not run any more.
+enum End {
+    Stopped,
+    DeviceLost(Failure),
+    Failed(Failure),
 }
 
 /// Everything that runs.
@@ -112,7 +156,10 @@ struct Deployment {
     tunnel: Tunnel,
     tunnel_events: mpsc::Receiver<TunnelEvent>,
     relays: Relays,
-    routes: Option<Routes>,
+    routes: Keeper,
+    /// What bringing it up again need not ask for.
+    known: Known,
+    stop: CancellationToken,
     control: Option<Handle>,
     control_events: mpsc::Receiver<ControlEvent>,
     requests: mpsc::Receiver<Request>,
@@ -121,15 +168,19 @@ struct Deployment {
     names: Names,
     view: View,
     pings: Pings,
-    /// Measurements of relays and lookups for others; ends with us.
+    /// Measurements of relays; ends with us.
     work: JoinSet<Option<Vec<RelayLatency>>>,
+    /// Lookups for other programs.
+    forwarder: Forwarder,
     map: DerpMap,
     /// When what is shown has to be made anew.
     refresh: Option<Instant>,
+    /// How long that took last.
+    show_takes: Duration,
 }
 
 impl Deployment {
-    async fn run(&mut self, stop: &CancellationToken) -> Option<Failure> {
+    async fn run(&mut self) -> End {
         let mut tick = interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut probe = interval(PROBE_EVERY);
@@ -137,18 +188,17 @@ impl Deployment {
         loop {
             let refresh = self.refresh;
             tokio::select! {
-                () = stop.cancelled() => return None,
                 event = self.control_events.recv() => {
                     // The channel ends with the refusal that we were told before.
-                    let Some(event) = event else { return Some(self.view.control_failure()) };
+                    let Some(event) = event else { return End::Failed(self.view.control_failure()) };
                     if let Some(failure) = self.take_control_event(event).await {
-                        return Some(failure);
+                        return End::Failed(failure);
                     }
                 }
                 event = self.tunnel_events.recv() => match event {
-                    Some(TunnelEvent::DeviceLost(reason)) => return Some(device_lost(&reason)),
+                    Some(TunnelEvent::DeviceLost(reason)) => return End::DeviceLost(device_lost(&reason)),
                     Some(event) => self.take_tunnel_event(event),
-                    None => return Some(device_lost("the data thread ended")),
+                    None => return End::Failed(data_thread_ended()),
                 },
                 Some(request) = self.requests.recv() => self.take_request(request).await,
                 Some(done) = self.work.join_next(), if !self.work.is_empty() => {
@@ -264,7 +314,7 @@ impl Deployment {
                 self.refresh_soon();
             }
             TunnelEvent::Forward(request) => {
-                self.work.spawn(forwarder::ask(request, self.tunnel.handle().clone()));
+                self.forwarder.ask(request, self.tunnel.handle());
             }
             // Said to agents; and the loss of the device is handled where events are taken.
             TunnelEvent::Programmed(_) | TunnelEvent::DeviceLost(_) => {}
@@ -306,19 +356,25 @@ impl Deployment {
     }
 
     fn refresh_soon(&mut self) {
-        self.refresh.get_or_insert_with(|| Instant::now() + GATHER);
+        let gather = GATHER.max(self.show_takes * SHOW_SHARE);
+        self.refresh.get_or_insert_with(|| Instant::now() + gather);
     }
 
     /// Makes what clients see anew.
     async fn show(&mut self) {
         self.refresh = None;
         let Ok(snapshot) = self.tunnel.handle().snapshot().await else { return };
+        let began = Instant::now();
         let tunnel = self.view.tunnel(&snapshot, &self.workspaces, &self.names, &self.map);
         self.context.status.send_if_modified(|status| {
-            let changed = status.tunnel != tunnel;
-            status.tunnel = tunnel;
+            // From the stop on the daemon shows that nothing is left; that stays.
+            let changed = status.tunnel != tunnel && !self.stop.is_cancelled();
+            if changed {
+                status.tunnel = tunnel;
+            }
             changed
         });
+        self.show_takes = began.elapsed();
     }
 
     fn report_start(&mut self, result: Result<(), Failure>) {
@@ -327,38 +383,40 @@ impl Deployment {
         }
     }
 
-    /// Names first, then the resolver and the coordinator side by side, routes, device (dns-and-os 1.7).
-    async fn take_down(mut self, graceful: bool) {
-        self.report_start(Err(Failure::new(FailureCode::Cancelled, "the start was cancelled")));
+    /// Names first, then the resolver and the coordinator side by side, routes, device (dns-and-os 1.7). Returns what
+    /// outlives it.
+    async fn take_down(mut self, end: &End) -> (mpsc::Receiver<Request>, Option<oneshot::Sender<Result<(), Failure>>>) {
         self.names.withdraw();
         let control = self.control.take();
         let leave = async {
             let Some(control) = control else { return };
-            if !graceful {
-                // Looking lost keeps the sessions at the agents for a while; there is nothing to wait for.
-                control.request_stop();
-            }
             // The controller ends within its own graceful limit. Events must flow until then.
             let events = &mut self.control_events;
             tokio::select! {
-                _ = tokio::time::timeout(STEP_LIMIT, control.shutdown()) => {}
+                _ = tokio::time::timeout(LEAVE_LIMIT, control.shutdown()) => {}
                 () = async { while events.recv().await.is_some() {} std::future::pending().await } => {}
             }
         };
-        tokio::join!(leave, self.names.close(STEP_LIMIT));
-        if let Some(routes) = self.routes.take()
-            && let Err(error) = routes.undo().await
-        {
-            tracing::warn!(%error, "cannot take back routes");
-        }
-        self.work.shutdown().await;
+        tokio::join!(leave, self.names.close(LEAVE_LIMIT));
+        self.routes.close(ROUTES_LIMIT).await;
+        self.work.abort_all();
         self.relays.close();
-        self.tunnel.stop().await;
-        self.context.status.send_modify(|status| status.tunnel.control = ControlState::Off);
+        if tokio::time::timeout(DEVICE_LIMIT, self.tunnel.stop()).await.is_err() {
+            tracing::error!("the data thread does not end");
+        }
+        if !matches!(end, End::DeviceLost(_)) {
+            self.context.status.send_modify(|status| status.tunnel.control = ControlState::Off);
+        }
+        (self.requests, self.started)
     }
 }
 
 fn device_lost(reason: &str) -> Failure {
     Failure::new(FailureCode::Tun, format!("the TUN device is gone ({reason}); another program removed it"))
+        .remedy("start the VPN again")
+}
+
+fn data_thread_ended() -> Failure {
+    Failure::new(FailureCode::Internal, "the tunnel's data thread ended; see the daemon's log")
         .remedy("start the VPN again")
 }

@@ -4,18 +4,43 @@
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use codervpn_dns::{ForwardReply, ForwardRequest, Transport};
-use codervpn_engine::RelayLatency;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UdpSocket};
+use tokio::task::JoinSet;
 use tokio::time::timeout_at;
 
 use crate::tunnel::TunnelHandle;
 
 /// The longest message DNS knows.
 const MESSAGE: usize = 65_535;
+/// Questions under way, each with a socket of its own. The responder lets up to nine attempts live for each of many
+/// lookups; together they must not use up the descriptors that relays and clients need.
+const SOCKETS: usize = 256;
 
-/// One attempt. Always `None`: it shares a queue of tasks with others that have a result.
-pub(crate) async fn ask(request: ForwardRequest, tunnel: TunnelHandle) -> Option<Vec<RelayLatency>> {
+/// Asks name servers. Dropping it ends all questions.
+#[derive(Default)]
+pub(crate) struct Forwarder {
+    asking: JoinSet<()>,
+}
+
+impl Forwarder {
+    /// One attempt. When too many are under way it fails at once, so that the next server or a failure follows.
+    pub(crate) fn ask(&mut self, request: ForwardRequest, tunnel: &TunnelHandle) {
+        while self.asking.try_join_next().is_some() {}
+        let tunnel = tunnel.clone();
+        if self.asking.len() < SOCKETS {
+            self.asking.spawn(ask(request, tunnel));
+        } else if self.asking.len() < 2 * SOCKETS {
+            tracing::debug!(server = %request.server, "too many lookups are under way");
+            self.asking.spawn(async move {
+                let _ = tunnel.forward_failure(request.id).await;
+            });
+        }
+        // Beyond, the responder's own timer notices.
+    }
+}
+
+async fn ask(request: ForwardRequest, tunnel: TunnelHandle) {
     let id = request.id;
     let deadline = request.deadline.into();
     let asked = match request.transport {
@@ -27,7 +52,6 @@ pub(crate) async fn ask(request: ForwardRequest, tunnel: TunnelHandle) -> Option
         tracing::debug!(server = %request.server, %error, "name server failed");
         let _ = tunnel.forward_failure(id).await;
     }
-    None
 }
 
 async fn over_udp(request: &ForwardRequest, tunnel: &TunnelHandle) -> std::io::Result<()> {
@@ -39,10 +63,16 @@ async fn over_udp(request: &ForwardRequest, tunnel: &TunnelHandle) -> std::io::R
     let socket = UdpSocket::bind(any).await?;
     socket.connect(request.server).await?;
     socket.send(&request.message).await?;
-    let mut answer = vec![0; MESSAGE];
     loop {
-        let length = socket.recv(&mut answer).await?;
-        let message = answer.get(..length).unwrap_or_default().to_vec();
+        // Room only once there is an answer: most of many questions wait.
+        socket.readable().await?;
+        let mut message = vec![0; MESSAGE];
+        match socket.try_recv(&mut message) {
+            Ok(length) => message.truncate(length),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => continue,
+            Err(error) => return Err(error),
+        }
+        message.shrink_to_fit();
         match tunnel.forward_answer(request.id, message).await {
             Ok(ForwardReply::Ignored) => {}
             Ok(ForwardReply::Taken | ForwardReply::Closed) | Err(_) => return Ok(()),

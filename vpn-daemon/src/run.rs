@@ -21,6 +21,9 @@ use crate::{daemon, logging, supervisor};
 /// Threads of the async runtime. What is heavy runs in the data thread.
 const WORKERS: usize = 2;
 
+/// How long threads that hang in a system call may hold up the end.
+const THREADS_LIMIT: std::time::Duration = std::time::Duration::from_millis(200);
+
 /// Runs the program; every error becomes one line on stderr and exit code 1.
 pub fn run(cli: Cli) -> ExitCode {
     let result = match cli.verb {
@@ -62,10 +65,13 @@ fn serve(args: ServeArgs) -> anyhow::Result<ExitCode> {
         .enable_all()
         .build()
         .context("cannot start the runtime")?;
-    runtime.block_on(async move {
+    let served = runtime.block_on(async move {
         let reload = Reload { file, flags, config: Arc::new(ArcSwap::from_pointee(config)), level };
         serve_until_told(reload, paths).await
-    })?;
+    });
+    // A look-up that the machine's resolver does not answer holds its thread for many seconds; nobody waits for it.
+    runtime.shutdown_timeout(THREADS_LIMIT);
+    served?;
     drop(lock);
     Ok(ExitCode::SUCCESS)
 }

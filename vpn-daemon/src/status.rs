@@ -32,6 +32,8 @@ pub struct Status {
     pub since: SystemTime,
     /// The failure that ended or prevented the last start.
     pub last_failure: Option<Failure>,
+    /// Whose start that was: its text names their deployment, which is nobody else's business.
+    pub failed: Option<u32>,
     /// Who started the tunnel; none while stopped.
     pub owner: Option<u32>,
     pub tunnel: TunnelStatus,
@@ -131,13 +133,15 @@ impl Status {
             lifecycle: Lifecycle::Stopped,
             since: now,
             last_failure: None,
+            failed: None,
             owner: None,
             tunnel: TunnelStatus::default(),
         }
     }
 
     /// The message for a client, complete (codervpn-protocol 11.3) or restricted to the lifecycle (11.5.3).
-    pub fn to_proto(&self, sees_peers: bool) -> vpn::Status {
+    /// `sees_failure`: whether the last failure is shown, too.
+    pub fn to_proto(&self, sees_peers: bool, sees_failure: bool) -> vpn::Status {
         let lifecycle = match self.lifecycle {
             Lifecycle::Starting => vpn::status::Lifecycle::Starting,
             Lifecycle::Started => vpn::status::Lifecycle::Started,
@@ -155,19 +159,21 @@ impl Status {
         let mut peer_update = vpn::PeerUpdate::default();
         let mut error_message = String::new();
         if sees_peers {
-            if let Some(failure) = self.problem() {
+            if let Some(failure) = self.problem(sees_failure) {
                 error_message = failure.to_string();
             }
-            self.fill(&mut ext);
+            if sees_failure {
+                self.fill(&mut ext);
+            }
             self.tunnel.fill(&mut ext, &mut peer_update);
         }
         vpn::Status { lifecycle: lifecycle.into(), error_message, peer_update: Some(peer_update), ext: Some(ext) }
     }
 
     /// The last failure while stopped, what is degraded while started (11.3).
-    fn problem(&self) -> Option<&Failure> {
+    fn problem(&self, sees_failure: bool) -> Option<&Failure> {
         match self.lifecycle {
-            Lifecycle::Stopped => self.last_failure.as_ref(),
+            Lifecycle::Stopped => self.last_failure.as_ref().filter(|_| sees_failure),
             _ => self.tunnel.control_error.as_ref(),
         }
     }
@@ -334,7 +340,7 @@ mod tests {
 
     #[test]
     fn the_whole_view_has_peers_paths_and_what_is_degraded() {
-        let status = running().to_proto(true);
+        let status = running().to_proto(true, true);
         let update = status.peer_update.unwrap();
         let ext = status.ext.unwrap();
         assert_eq!(update.upserted_agents.len(), 1, "R-18: an agent without a name is not reported");
@@ -346,7 +352,7 @@ mod tests {
 
     #[test]
     fn others_see_the_lifecycle_and_nothing_else() {
-        let status = running().to_proto(false);
+        let status = running().to_proto(false, true);
         assert_eq!(status.lifecycle, i32::from(vpn::status::Lifecycle::Started));
         assert_eq!(status.peer_update, Some(vpn::PeerUpdate::default()), "frontends dereference it");
         assert!(status.error_message.is_empty());
@@ -361,9 +367,22 @@ mod tests {
         assert_eq!(ext, told);
     }
 
+    /// S-02: an address of one user's deployment is not told to the next.
+    #[test]
+    fn a_failure_is_shown_only_to_whom_it_happened() {
+        let failure = Failure::new(FailureCode::Unreachable, "https://secret.example.com does not answer");
+        let status =
+            Status { last_failure: Some(failure), failed: Some(1000), ..Status::stopped(SystemTime::UNIX_EPOCH) };
+        let own = status.to_proto(true, true);
+        assert!(own.error_message.contains("secret.example.com") && own.ext.unwrap().last_failure.is_some());
+        let other = status.to_proto(true, false);
+        let ext = other.ext.unwrap();
+        assert!(other.error_message.is_empty() && ext.last_failure.is_none() && !ext.restricted);
+    }
+
     #[test]
     fn a_handshake_that_never_was_is_absent() {
-        let status = running().to_proto(true);
+        let status = running().to_proto(true, true);
         assert_eq!(status.peer_update.unwrap().upserted_agents[0].last_handshake, None);
     }
 }

@@ -77,8 +77,13 @@ impl Workspaces {
         self.agents.values()
     }
 
-    pub fn agents_of(&self, workspace: Uuid) -> impl Iterator<Item = &Agent> {
-        self.agents.values().filter(move |agent| agent.workspace == workspace)
+    /// Each workspace with its agents, in one pass over both.
+    pub fn tree(&self) -> impl Iterator<Item = (&Workspace, Vec<&Agent>)> {
+        let mut agents: BTreeMap<Uuid, Vec<&Agent>> = BTreeMap::new();
+        for agent in self.agents.values() {
+            agents.entry(agent.workspace).or_default().push(agent);
+        }
+        self.workspaces.values().map(move |workspace| (workspace, agents.remove(&workspace.id).unwrap_or_default()))
     }
 
     pub fn agent(&self, id: Uuid) -> Option<&Agent> {
@@ -182,7 +187,7 @@ mod tests {
         let stopping = Workspace { status: WorkspaceStatus::Stopping, ..workspace(1, "dev") };
         let diff = mirror.apply(WorkspaceUpdate { upserted_workspaces: vec![stopping], ..WorkspaceUpdate::default() });
         assert_eq!(diff, Diff { any: true, ..Diff::default() });
-        assert_eq!(mirror.agents_of(id(1)).count(), 1);
+        assert_eq!(mirror.tree().next().map(|(_, agents)| agents.len()), Some(1));
         let diff = mirror
             .apply(WorkspaceUpdate { upserted_workspaces: vec![workspace(1, "devel")], ..WorkspaceUpdate::default() });
         assert!(diff.names);

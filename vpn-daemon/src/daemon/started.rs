@@ -59,7 +59,7 @@ impl Started {
                             // The last start wins (11.4); the old tunnel is down before the new one begins.
                             daemon.enter(Lifecycle::Starting, Some(asker.uid), None);
                             self.running.stop.cancel();
-                            self.running.ended().await;
+                            self.running.ended_soon(daemon).await;
                             return Next::Starting(Starting::begin(daemon, asker.uid, parameters, vec![reply]));
                         }
                         Err(failure) => drop(reply.send(Err(failure))),

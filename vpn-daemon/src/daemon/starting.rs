@@ -1,5 +1,6 @@
 //! A start is under way: it succeeds, fails, or is stopped.
 
+use codervpn_host::{Paths, cleanup};
 use codervpn_proto::ext::FailureCode;
 use codervpn_proto::vpn::StartProgressStage;
 use tokio::sync::{mpsc, oneshot};
@@ -35,6 +36,30 @@ pub(super) struct Running {
 }
 
 impl Running {
+    /// Its end, within the limit of a stop.
+    pub(super) async fn ended_soon(&mut self, daemon: &Daemon) -> Option<Failure> {
+        match tokio::time::timeout(super::stopping::LIMIT, self.ended()).await {
+            Ok(failure) => failure,
+            Err(_) => {
+                self.abandon(&daemon.context.paths);
+                None
+            }
+        }
+    }
+
+    /// It does not end by itself. Its parts give back what they can when they are dropped; what may still be left is
+    /// what a crash would leave.
+    pub(super) fn abandon(&self, paths: &Paths) {
+        tracing::error!("taking the tunnel down hangs; it is abandoned");
+        self.task.abort();
+        let paths = paths.clone();
+        tokio::task::spawn_blocking(move || {
+            for failed in cleanup::undo_leftovers(&paths).failed {
+                tracing::error!("{failed}");
+            }
+        });
+    }
+
     /// Why it ended.
     pub(super) async fn ended(&mut self) -> Option<Failure> {
         match (&mut self.task).await {
@@ -107,11 +132,11 @@ impl Starting {
                 });
             }
             Ok(Err(failure)) => {
-                self.running.ended().await;
+                self.running.ended_soon(daemon).await;
                 failure
             }
             // The task ended without a word.
-            Err(_) => self.running.ended().await.unwrap_or_else(super::cancelled),
+            Err(_) => self.running.ended_soon(daemon).await.unwrap_or_else(super::cancelled),
         };
         tracing::warn!(%failure, "start failed");
         daemon.enter(Lifecycle::Stopped, None, Some(failure.clone()));

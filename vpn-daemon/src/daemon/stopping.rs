@@ -10,8 +10,8 @@ use super::stopped::{self, Stopped};
 use super::{Daemon, Done, Next, Outcome, Request, refused, waited};
 use crate::status::Lifecycle;
 
-/// Longer than the deployment's own limits together: only a hanging system call reaches it.
-const LIMIT: Duration = Duration::from_secs(8);
+/// Longer than the deployment's own limits together: only a hanging system call reaches it. Frontends give up after 5 s.
+pub(super) const LIMIT: Duration = Duration::from_secs(4);
 
 pub(super) struct Stopping {
     owner: u32,
@@ -33,8 +33,7 @@ impl Stopping {
             tokio::select! {
                 ended = timeout(limit - tokio::time::Instant::now(), self.running.ended()) => {
                     if ended.is_err() {
-                        tracing::error!("taking the tunnel down hangs; it is abandoned");
-                        self.running.task.abort();
+                        self.running.abandon(&daemon.context.paths);
                     }
                     break;
                 }

@@ -2,7 +2,7 @@
 
 use std::net::Ipv6Addr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use codervpn_control::api::Unauthorized;
 use codervpn_control::{
@@ -25,12 +25,14 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use super::keeper::Keeper;
 use super::names::{Names, Setup};
 use super::pings::Pings;
 use super::view::{Facts, View};
 use super::{Context, Deployment};
 use crate::config::Config;
 use crate::failure::Failure;
+use crate::forwarder::Forwarder;
 use crate::parameters::Parameters;
 use crate::tunnel::{Tunnel, Wake};
 use crate::workspaces::Workspaces;
@@ -40,28 +42,49 @@ pub(super) async fn bring_up(
     context: &Context,
     parameters: &Parameters,
     stop: &CancellationToken,
+    known: Option<Known>,
 ) -> Result<Deployment, Failure> {
     // One configuration for the whole start, whatever is read meanwhile.
     let config = context.config.load_full();
     let dialer = dialer(&config, &parameters.headers)?;
     let api = Api::new(parameters.deployment.clone(), parameters.token.clone(), dialer.clone());
     let api = Arc::new(api.with_telemetry(parameters.telemetry.clone()));
-    let engine_config = engine::Config::client(OsRng);
+    let mut engine_config = engine::Config::client(OsRng);
+    if let Some(known) = &known {
+        engine_config.addresses = vec![known.address];
+    }
     let Some(address) = engine_config.addresses.first().copied() else {
         return Err(Failure::new(FailureCode::Internal, "the engine has no address"));
     };
 
-    let asked = async {
-        tokio::select! {
-            answers = ask(&api) => answers,
-            () = stop.cancelled() => Err(Failure::new(FailureCode::Cancelled, "the start was cancelled")),
+    let asked_api = api.clone();
+    let asked = async move {
+        match known {
+            Some(Known { user, settings, .. }) => Ok((user, settings)),
+            None => ask(&asked_api).await,
         }
     };
-    let ((user, settings), (tun, routes)) = match tokio::join!(asked, prepare_system(&config, &context.paths, address))
-    {
-        (Ok(answers), Ok(system)) => (answers, system),
-        (Err(failure), Ok((_tun, routes))) => return Err(undo(routes, failure).await),
-        (_, Err(failure)) => return Err(failure),
+    let mut asked = std::pin::pin!(asked);
+    let mut prepared = std::pin::pin!(prepare_system(&config, &context.paths, address));
+    let mut answers = None;
+    // The device takes milliseconds, the server may take long; a device that cannot be had ends the wait for it.
+    let (tun, routes) = loop {
+        tokio::select! {
+            biased;
+            system = &mut prepared => break system?,
+            answer = &mut asked, if answers.is_none() => answers = Some(answer),
+        }
+    };
+    let answers = match answers {
+        Some(answers) => answers,
+        None => tokio::select! {
+            () = stop.cancelled() => Err(Failure::new(FailureCode::Cancelled, "the start was cancelled")),
+            answers = &mut asked => answers,
+        },
+    };
+    let (user, settings) = match answers {
+        Ok(answers) => answers,
+        Err(failure) => return Err(undo(routes, failure).await),
     };
     context.report(StartProgressStage::Finalizing);
     let suffix = suffix(&config, &context.paths, &settings, parameters);
@@ -89,6 +112,7 @@ pub(super) async fn bring_up(
         server_version: server_version.unwrap_or_default(),
         direct: Direct::of(&config, &settings),
     });
+    let known = Known { user: user.clone(), settings: settings.clone(), address };
     let names = Names::new(Setup {
         mode: config.dns.mode,
         search: config.dns.search,
@@ -106,7 +130,9 @@ pub(super) async fn bring_up(
         tunnel,
         tunnel_events,
         relays,
-        routes: Some(routes),
+        routes: Keeper::start(routes),
+        known,
+        stop: stop.clone(),
         control: Some(control),
         control_events,
         // Replaced by the caller's.
@@ -118,10 +144,20 @@ pub(super) async fn bring_up(
         pings: Pings::default(),
         work: JoinSet::new(),
         map: settings.derp_map.clone(),
+        forwarder: Forwarder::default(),
         refresh: None,
+        show_takes: Duration::ZERO,
     };
     deployment.take_map(settings.derp_map).await;
     Ok(deployment)
+}
+
+/// What a deployment that lost its device goes on with.
+#[derive(Clone)]
+pub(super) struct Known {
+    user: User,
+    settings: ConnectionSettings,
+    address: Ipv6Addr,
 }
 
 /// Whether direct paths are wanted, and who does not want them.

@@ -88,12 +88,12 @@ impl Names {
             suffix: suffix.clone(),
             owner: self.setup.owner.clone(),
             workspaces: workspaces
-                .workspaces()
-                .map(|workspace| naming::Workspace {
+                .tree()
+                .map(|(workspace, agents)| naming::Workspace {
                     id: workspace.id,
                     name: workspace.name.clone(),
-                    agents: workspaces
-                        .agents_of(workspace.id)
+                    agents: agents
+                        .into_iter()
                         .map(|agent| naming::Agent { id: agent.id, name: agent.name.clone() })
                         .collect(),
                 })
@@ -176,8 +176,23 @@ impl Names {
         if let Some(resolver) = self.resolver.take()
             && timeout(limit, resolver).await.is_err()
         {
-            tracing::error!("giving the machine's resolver back takes too long; run `codervpnd cleanup` if names fail");
+            tracing::error!("giving the machine's resolver back takes too long; only resolv.conf is restored");
+            restore_file(&self.setup.paths);
         }
+    }
+}
+
+/// Also when a deployment is abandoned the resolver is given back.
+impl Drop for Names {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+/// Settings of a service end with the interface; those in a file do not.
+fn restore_file(paths: &Paths) {
+    for failure in codervpn_host::cleanup::restore_while_aborting(paths).failed {
+        tracing::error!(failure, "cannot give the machine's resolver back");
     }
 }
 
@@ -201,15 +216,21 @@ struct Resolver {
 
 impl Resolver {
     async fn run(self) {
+        // Whoever reads the file the moment it is ours gets answers already.
+        let may_be_direct = matches!(self.mode, ConfiguredMode::Auto | ConfiguredMode::Fixed(Mode::Direct));
+        if may_be_direct {
+            self.forward_to(Mode::Direct, &dns::direct::current_servers(&self.paths, &self.config)).await;
+        }
         let installed = tokio::select! {
             installed = dns::install(self.mode, &self.paths, &self.config) => installed,
             // What was half done is undone by the clean-up that follows every stop.
-            () = self.stop.cancelled() => return self.undo_half_done(),
+            () = self.stop.cancelled() => return restore_file(&self.paths),
         };
         let installed = match installed {
             Ok(installed) => installed,
             Err(error) => {
                 tracing::error!(%error, "the machine's resolver could not be set up");
+                self.forward_nothing().await;
                 self.status.send_replace(DnsStatus {
                     state: DnsState::Failed,
                     text: error.to_string(),
@@ -223,7 +244,11 @@ impl Resolver {
             tracing::warn!("{warning}");
         }
         let mut backend = installed.backend;
-        self.forward_to(backend.mode(), &backend.upstreams()).await;
+        match backend.mode().can_split() {
+            true if may_be_direct => self.forward_nothing().await,
+            true => {}
+            false => self.forward_to(backend.mode(), &backend.upstreams()).await,
+        }
         let mut shown = DnsStatus {
             mode: mode(installed.choice.mode),
             state: if installed.choice.mode == Mode::None { DnsState::Off } else { DnsState::Ok },
@@ -242,10 +267,10 @@ impl Resolver {
         self.dialer.set_base_dns(Vec::new());
     }
 
-    fn undo_half_done(&self) {
-        for failure in codervpn_host::cleanup::restore_while_aborting(&self.paths).failed {
-            tracing::error!(failure, "cannot give the machine's resolver back");
-        }
+    /// We are not the machine's only server.
+    async fn forward_nothing(&self) {
+        self.dialer.set_base_dns(Vec::new());
+        let _ = self.tunnel.forwarding(None).await;
     }
 
     /// Where the system cannot split, we are its only server: everything else goes to those that it had before.
@@ -295,7 +320,11 @@ impl Resolver {
                     }
                 }
             }
-            match backend.check().await {
+            let checked = tokio::select! {
+                () = self.stop.cancelled() => return,
+                checked = backend.check() => checked,
+            };
+            match checked {
                 Ok(State::Applied | State::Off) => {}
                 Ok(State::Repaired) => {
                     tracing::warn!("another program changed the machine's resolver; our settings were put back");

@@ -120,9 +120,9 @@ impl View {
             path: peers.get(&agent.id).map_or_else(PathStatus::default, |peer| self.path(peer, snapshot, map, &clock)),
         };
         let mut listed: Vec<WorkspaceStatus> = workspaces
-            .workspaces()
-            .map(|workspace| {
-                let mut agents: Vec<AgentStatus> = workspaces.agents_of(workspace.id).map(agent).collect();
+            .tree()
+            .map(|(workspace, agents)| {
+                let mut agents: Vec<AgentStatus> = agents.into_iter().map(agent).collect();
                 agents.sort_by(|a, b| (&a.name, a.id).cmp(&(&b.name, b.id)));
                 WorkspaceStatus {
                     id: workspace.id,

@@ -124,7 +124,8 @@ impl Client {
 
     fn status(&mut self) -> vpn::Status {
         let status = self.daemon.status.borrow_and_update();
-        status.to_proto(self.asker.standing.sees_peers(self.asker.uid, status.owner))
+        let Asker { uid, standing } = self.asker;
+        status.to_proto(standing.sees_peers(uid, status.owner), standing.sees_peers(uid, status.failed))
     }
 
     /// What is answered at once is answered by a future that is ready.

@@ -27,6 +27,8 @@ const DEVICE_TURN: usize = 64;
 const RELAY_TURN: usize = 4;
 /// A packet of the device; its MTU is 1280.
 const PACKET: usize = 2048;
+/// So many failed reads in a row mean that the device is lost.
+const FAILED_READS: u32 = 64;
 /// Longest sleep. Nothing depends on it: it only bounds the damage of a timer that somebody forgot.
 const LONGEST_SLEEP: Duration = Duration::from_secs(30);
 /// How soon events that did not fit are offered again.
@@ -40,6 +42,8 @@ pub(super) struct DataLoop<D> {
     pub(super) wake: Wake,
     pub(super) commands: mpsc::Receiver<Command>,
     pub(super) events: mpsc::Sender<TunnelEvent>,
+    /// Reads that failed one after the other.
+    pub(super) failed_reads: u32,
     /// Something to tell did not fit; nobody wakes us when it would.
     pub(super) untold: bool,
 }
@@ -125,9 +129,12 @@ impl<D: PacketDevice> DataLoop<D> {
                 Err(error) if outbox::is_loss(&error) => return Err(error),
                 Err(error) => {
                     tracing::debug!(%error, "cannot read from the packet device");
-                    return Ok(false);
+                    // A device that only ever fails would have us try for ever, at full speed.
+                    self.failed_reads += 1;
+                    return if self.failed_reads < FAILED_READS { Ok(false) } else { Err(error) };
                 }
             };
+            self.failed_reads = 0;
             self.out.counters.device_reads += 1;
             let packet = buffer.get(..length).unwrap_or_default();
             match &mut self.responder {
@@ -280,14 +287,16 @@ impl<D: PacketDevice> DataLoop<D> {
         // Rounded up: waking a little late costs nothing, a little early costs a turn for nothing.
         let limit = limit + Duration::from_micros(if limit.is_zero() { 0 } else { 50 });
         let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-        let wanted = if paused.is_some() { PollFlags::empty() } else { PollFlags::IN };
         let wake = self.wake.clone();
         let mut waiting = [
             PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(self.out.device.as_fd(), wanted),
+            PollFd::from_borrowed_fd(self.out.device.as_fd(), PollFlags::IN),
         ];
+        // While paused the device is left out altogether: one that is gone reports errors nobody asked for, at once and
+        // again and again.
+        let watched = if paused.is_some() { 1 } else { waiting.len() };
         // Interruptions are wake-ups like any other.
-        let _ = poll(&mut waiting, Some(&limit));
+        let _ = poll(waiting.get_mut(..watched).unwrap_or_default(), Some(&limit));
         if waiting.first().is_some_and(|fd| fd.revents().contains(PollFlags::IN)) {
             wake.clear();
         }

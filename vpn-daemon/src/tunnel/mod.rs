@@ -128,6 +128,7 @@ impl Tunnel {
             wake: wake.clone(),
             commands: commands_rx,
             events,
+            failed_reads: 0,
             untold: false,
         };
         let thread = std::thread::Builder::new().name("tunnel".into()).spawn(move || data_loop.run())?;
