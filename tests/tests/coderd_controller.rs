@@ -234,6 +234,7 @@ async fn every_end_of_a_connection_is_survived() -> Result {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_restart_is_survived() -> Result {
     let Joined { deployment, agent, mut client, .. } = joined(Deployment::start().await?).await?;
+    resumable(&deployment, &mut client).await?;
     let peer = peer_id(&deployment).context("the client is connected")?;
     deployment.stop().await;
     client.lost().await?;
@@ -244,6 +245,18 @@ async fn a_server_restart_is_survived() -> Result {
     client.handle.shutdown().await;
     agent.stop().await;
     Ok(())
+}
+
+/// Waits until the client surely holds a resume token: it came back with one.
+async fn resumable(deployment: &Deployment, client: &mut Client) -> Result {
+    let wait = async {
+        while !deployment.sessions().iter().any(|session| !session.is_agent && session.resumed) {
+            deployment.drop_connections();
+            client.connected().await?;
+        }
+        Ok(())
+    };
+    timeout(PATIENCE, wait).await.context("the client never resumes")?
 }
 
 /// Errors before the end are told (6.4.5), and a single stream's end ends the connection (CC-5).
