@@ -191,8 +191,7 @@ impl Config {
     fn check(&self) -> Result<(), ConfigError> {
         self.socket_mode()?;
         let name = &self.tun.name;
-        if name.is_empty() || name.len() > 15 || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
-        {
+        if !codervpn_host::tun::is_valid_name(name) {
             return Err(ConfigError::Value {
                 key: "tun.name",
                 reason: format!("{name:?} is no interface name: 1 to 15 letters, digits, '-', '_' or '.'"),

@@ -8,10 +8,7 @@ use std::path::PathBuf;
 use rustix::io::Errno;
 use tun::AbstractDevice as _;
 
-use super::Error;
-
-/// IFNAMSIZ without its terminating zero.
-const MAX_NAME: usize = 15;
+use super::{Error, is_valid_name};
 
 /// An open TUN device. `recv` and `send` never block; wait with `poll(2)` on [`AsFd`].
 #[derive(Debug)]
@@ -100,14 +97,6 @@ impl AsFd for Tun {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
-}
-
-/// What the kernel accepts, less the names that would be patterns (`%d`) or confuse tools.
-fn is_valid_name(name: &str) -> bool {
-    (1..=MAX_NAME).contains(&name.len())
-        && name != "."
-        && name != ".."
-        && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
 }
 
 /// The index of an existing interface of this network namespace.

@@ -20,6 +20,9 @@ pub use unsupported::Tun;
 /// The MTU of the tunnel. The kernel removes every IPv6 address from a device below it.
 pub const MTU: u32 = 1280;
 
+/// IFNAMSIZ without its terminating zero.
+const MAX_NAME: usize = 15;
+
 /// Why there is no device.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -42,4 +45,12 @@ pub enum Error {
     Io { name: String, source: std::io::Error },
     #[error(transparent)]
     Unsupported(#[from] crate::Unsupported),
+}
+
+/// What the kernel accepts, less the names that would be patterns (`%d`) or confuse tools.
+pub fn is_valid_name(name: &str) -> bool {
+    (1..=MAX_NAME).contains(&name.len())
+        && name != "."
+        && name != ".."
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
 }
