@@ -13,13 +13,12 @@ mod view;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use codervpn_control::{ControlEvent, Handle, PeerUpdate, PeerUpdateKind, WorkspaceUpdate};
+use codervpn_control::{ControlEvent, Handle, WorkspaceUpdate};
 use codervpn_engine::{self as engine, RelayLatency};
 use codervpn_proto::ext::{ControlState, FailureCode};
 use codervpn_proto::vpn::StartProgressStage;
 use codervpn_underlay::Relays;
 use codervpn_wire::derp_map::DerpMap;
-use codervpn_wire::node::Family;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
@@ -30,6 +29,7 @@ use crate::daemon::Progress;
 use crate::failure::Failure;
 use crate::forwarder::Forwarder;
 use crate::parameters::Parameters;
+use crate::party;
 use crate::status::Status;
 use crate::tunnel::{Tunnel, TunnelEvent};
 use crate::workspaces::Workspaces;
@@ -47,10 +47,6 @@ pub use pings::{PingAnswer, PingTarget};
 const TICK: Duration = Duration::from_secs(5);
 /// Changes of peers are shown together when they come within this time.
 const GATHER: Duration = Duration::from_millis(50);
-/// Latencies of the relays are measured so often.
-const PROBE_EVERY: Duration = Duration::from_secs(30);
-/// Longest measurement.
-const PROBE_LIMIT: Duration = Duration::from_secs(3);
 /// Making what is shown takes at most this part of our time: with thousands of agents it is shown less often.
 const SHOW_SHARE: u32 = 20;
 /// Leaving the coordinator and giving the resolver back, side by side; then the routes; then the device. Together at
@@ -169,7 +165,7 @@ struct Deployment {
     view: View,
     pings: Pings,
     /// Measurements of relays; ends with us.
-    work: JoinSet<Option<Vec<RelayLatency>>>,
+    work: JoinSet<Vec<RelayLatency>>,
     /// Lookups for other programs.
     forwarder: Forwarder,
     map: DerpMap,
@@ -183,7 +179,7 @@ impl Deployment {
     async fn run(&mut self) -> End {
         let mut tick = interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut probe = interval(PROBE_EVERY);
+        let mut probe = interval(party::PROBE_EVERY);
         probe.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let refresh = self.refresh;
@@ -202,7 +198,7 @@ impl Deployment {
                 },
                 Some(request) = self.requests.recv() => self.take_request(request).await,
                 Some(done) = self.work.join_next(), if !self.work.is_empty() => {
-                    if let Ok(Some(latencies)) = done {
+                    if let Ok(latencies) = done {
                         let _ = self.tunnel.handle().apply(vec![engine::Command::RelayLatencies(latencies)]).await;
                     }
                 }
@@ -235,7 +231,9 @@ impl Deployment {
                     return Some(failure);
                 }
             }
-            ControlEvent::PeerUpdates(updates) => self.take_peer_updates(updates).await,
+            ControlEvent::PeerUpdates(updates) => {
+                let _ = self.tunnel.handle().apply(party::commands_of(updates)).await;
+            }
             ControlEvent::AllPeersLost => {
                 let _ = self.tunnel.handle().apply(vec![engine::Command::AllLost]).await;
             }
@@ -252,19 +250,6 @@ impl Deployment {
         }
         self.refresh_soon();
         None
-    }
-
-    async fn take_peer_updates(&mut self, updates: Vec<PeerUpdate>) {
-        let commands = updates.into_iter().map(|update| {
-            let id = update.id;
-            match update.kind {
-                PeerUpdateKind::Node(node) => engine::Command::Node { id, node },
-                PeerUpdateKind::Disconnected => engine::Command::Disconnected(id),
-                PeerUpdateKind::Lost => engine::Command::Lost(id),
-                PeerUpdateKind::ReadyForHandshake => engine::Command::ReadyForHandshake(id),
-            }
-        });
-        let _ = self.tunnel.handle().apply(commands.collect()).await;
     }
 
     async fn take_map(&mut self, map: DerpMap) {
@@ -338,21 +323,7 @@ impl Deployment {
 
     /// Measures the latency of every relay, beside everything else.
     fn measure_relays(&mut self) {
-        let relays = self.relays.clone();
-        self.work.spawn(async move {
-            let answers = relays.probe(PROBE_LIMIT).await;
-            let latencies = answers.into_iter().filter_map(|(region, answer)| match answer {
-                Ok(answer) => {
-                    let family = if answer.address.is_ipv4() { Family::V4 } else { Family::V6 };
-                    Some(RelayLatency { region, family, latency: answer.latency })
-                }
-                Err(error) => {
-                    tracing::debug!(%region, %error, "relay not measured");
-                    None
-                }
-            });
-            Some(latencies.collect())
-        });
+        self.work.spawn(party::measure(self.relays.clone()));
     }
 
     fn refresh_soon(&mut self) {
@@ -390,12 +361,7 @@ impl Deployment {
         let control = self.control.take();
         let leave = async {
             let Some(control) = control else { return };
-            // The controller ends within its own graceful limit. Events must flow until then.
-            let events = &mut self.control_events;
-            tokio::select! {
-                _ = tokio::time::timeout(LEAVE_LIMIT, control.shutdown()) => {}
-                () = async { while events.recv().await.is_some() {} std::future::pending().await } => {}
-            }
+            party::leave(control, &mut self.control_events, LEAVE_LIMIT).await;
         };
         tokio::join!(leave, self.names.close(LEAVE_LIMIT));
         self.routes.close(ROUTES_LIMIT).await;

@@ -11,6 +11,7 @@ mod forwarder;
 pub mod ipc;
 mod logging;
 pub mod parameters;
+pub mod party;
 mod run;
 mod signals;
 pub mod status;

@@ -3,20 +3,18 @@
 
 use std::time::Duration;
 
-use codervpn_control::{ControlEvent, Handle, PeerUpdateKind};
-use codervpn_engine::{self as engine, RelayLatency};
+use codervpn_control::{ControlEvent, Handle};
+use codervpn_engine as engine;
 use codervpn_underlay::Relays;
 use codervpn_wire::derp_map::RegionId;
-use codervpn_wire::node::Family;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
+use vpn_daemon::party;
 use vpn_daemon::tunnel::{Tunnel, TunnelEvent};
 
-const PROBE_EVERY: Duration = Duration::from_secs(30);
-const PROBE_LIMIT: Duration = Duration::from_secs(3);
 /// While the relay is being connected it is looked at so often.
 const LOOK: Duration = Duration::from_millis(5);
 /// A graceful end may take so long.
@@ -52,7 +50,7 @@ impl Progress {
 }
 
 pub(super) async fn run(mut parts: Parts, leave: CancellationToken) {
-    let mut probe = interval(PROBE_EVERY);
+    let mut probe = interval(party::PROBE_EVERY);
     probe.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut look = interval(LOOK);
     let mut probes = JoinSet::new();
@@ -62,7 +60,7 @@ pub(super) async fn run(mut parts: Parts, leave: CancellationToken) {
             event = parts.control_events.recv() => match event {
                 Some(event) => {
                     if parts.take_control_event(event).await {
-                        measure(&parts.relays, &mut probes);
+                        drop(probes.spawn(party::measure(parts.relays.clone())));
                     }
                 }
                 None => return,
@@ -71,7 +69,7 @@ pub(super) async fn run(mut parts: Parts, leave: CancellationToken) {
                 Some(event) => parts.take_tunnel_event(event).await,
                 None => return,
             },
-            _ = probe.tick() => measure(&parts.relays, &mut probes),
+            _ = probe.tick() => drop(probes.spawn(party::measure(parts.relays.clone()))),
             Some(done) = probes.join_next(), if !probes.is_empty() => {
                 if let Ok(latencies) = done {
                     let _ = parts.tunnel.handle().apply(vec![engine::Command::RelayLatencies(latencies)]).await;
@@ -81,10 +79,7 @@ pub(super) async fn run(mut parts: Parts, leave: CancellationToken) {
         }
     }
     let Parts { control, mut control_events, tunnel, relays, .. } = parts;
-    tokio::select! {
-        _ = tokio::time::timeout(LEAVE, control.shutdown()) => {}
-        () = async { while control_events.recv().await.is_some() {} std::future::pending().await } => {}
-    }
+    party::leave(control, &mut control_events, LEAVE).await;
     relays.close();
     tunnel.stop().await;
 }
@@ -93,15 +88,7 @@ impl Parts {
     /// True when there is a new map.
     async fn take_control_event(&mut self, event: ControlEvent) -> bool {
         let commands = match event {
-            ControlEvent::PeerUpdates(updates) => {
-                let commands = updates.into_iter().map(|update| match update.kind {
-                    PeerUpdateKind::Node(node) => engine::Command::Node { id: update.id, node },
-                    PeerUpdateKind::Disconnected => engine::Command::Disconnected(update.id),
-                    PeerUpdateKind::Lost => engine::Command::Lost(update.id),
-                    PeerUpdateKind::ReadyForHandshake => engine::Command::ReadyForHandshake(update.id),
-                });
-                commands.collect()
-            }
+            ControlEvent::PeerUpdates(updates) => party::commands_of(updates),
             ControlEvent::AllPeersLost => vec![engine::Command::AllLost],
             ControlEvent::DerpMap(map) => {
                 self.relays.set_map(&map);
@@ -169,17 +156,4 @@ impl Parts {
             self.progress.send_modify(|progress| progress.on_relay = true);
         }
     }
-}
-
-fn measure(relays: &Relays, probes: &mut JoinSet<Vec<RelayLatency>>) {
-    let relays = relays.clone();
-    probes.spawn(async move {
-        let answers = relays.probe(PROBE_LIMIT).await;
-        let latencies = answers.into_iter().filter_map(|(region, answer)| {
-            let answer = answer.ok()?;
-            let family = if answer.address.is_ipv4() { Family::V4 } else { Family::V6 };
-            Some(RelayLatency { region, family, latency: answer.latency })
-        });
-        latencies.collect()
-    });
 }
