@@ -36,9 +36,10 @@ fn a_go_agent_alone_stays_connected() {
                 sleep(ALONE - Duration::from_secs(30)).await;
             }
         }
+        let lost = agent.process.take("control-lost", |_| true);
+        ensure!(lost.is_none(), "the agent has lost its connection: {lost:?}");
         ensure!(deployment.sessions_opened(AGENT) == 1, "the agent has reconnected");
         ensure!(deployment.sessions().len() == 1, "the agent is gone");
-        ensure!(agent.process.take("control-lost", |_| true).is_none(), "the agent has lost its connection");
         ensure!(deployment.violations().is_empty(), "{:?}", deployment.violations());
         agent.process.quit().await
     });

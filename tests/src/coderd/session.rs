@@ -258,12 +258,9 @@ async fn write<S: Wire>(
 ) -> End {
     let mut ping = interval_at(Instant::now() + times.ping, times.ping);
     let mut sent = 0_u64;
-    let mut missing_since: Option<Instant> = None;
+    let mut asked = Instant::now();
     let mut buffer = BytesMut::with_capacity(16 * 1024);
     loop {
-        if *pongs.borrow() >= sent {
-            missing_since = None;
-        }
         tokio::select! {
             read = from_mux.read_buf(&mut buffer) => {
                 if !matches!(read, Ok(1..)) {
@@ -279,18 +276,19 @@ async fn write<S: Wire>(
                     return End::Gone;
                 }
             }
-            _ = ping.tick() => match missing_since {
-                // After one missing pong a server never pings again.
-                Some(since) if times.pong_limit.is_some_and(|limit| since.elapsed() >= limit) => return End::Cut,
-                Some(_) => {}
-                None => {
+            _ = ping.tick() => {
+                // Asked now and not where something else woke us: on a quiet connection nothing does.
+                if *pongs.borrow() >= sent {
                     sent += 1;
-                    missing_since = Some(Instant::now());
+                    asked = Instant::now();
                     if sink.send(Message::Ping(sent.to_string().into())).await.is_err() {
                         return End::Gone;
                     }
+                } else if times.pong_limit.is_some_and(|limit| asked.elapsed() >= limit) {
+                    return End::Cut;
                 }
-            },
+                // After one missing pong a server never pings again.
+            }
             order = orders.recv() => {
                 let message = match order {
                     Some(Order::Cut) => return End::Cut,
