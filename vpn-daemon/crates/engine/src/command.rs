@@ -1,5 +1,6 @@
 //! What the slow side tells the engine. Each command is idempotent: said twice, it changes nothing the second time.
 
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use codervpn_wire::derp_map::{DerpMap, RegionId};
@@ -18,6 +19,47 @@ pub struct RelayLatency {
     pub region: RegionId,
     pub family: Family,
     pub latency: Duration,
+}
+
+/// A server that tells us our address as it sees it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StunServer {
+    /// The region of the map that names it.
+    pub region: RegionId,
+    pub address: SocketAddr,
+}
+
+/// Whether packets may go to peers directly, and who does not want it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Direct {
+    #[default]
+    Allowed,
+    DisabledByUser,
+    DisabledByDeployment,
+}
+
+/// What happened to the networks of this machine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LinkChange {
+    /// The default route or our addresses changed, or the machine woke up: sockets are bound again.
+    Major,
+    /// Something else changed: measured again, nothing torn down.
+    Minor,
+    /// There is no network at all.
+    Down,
+    /// There is one again.
+    Up,
+}
+
+/// Why a UDP datagram could not be sent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SendFailure {
+    /// EMSGSIZE: the path does not carry datagrams of this size.
+    TooBig,
+    /// EPERM or EACCES: a local firewall.
+    Blocked,
+    /// No route, network down, no socket of this family.
+    Unreachable,
 }
 
 #[derive(Clone, Debug)]
@@ -63,4 +105,20 @@ pub enum Command {
     Ping(PeerId),
     /// What peers may open towards us.
     Inbound(Inbound),
+
+    /// Ports that the UDP sockets are bound to; `None`: no socket of this family. Said once at the start and after
+    /// every `Event::RebindSockets`.
+    SocketsBound {
+        v4: Option<u16>,
+        v6: Option<u16>,
+    },
+    /// Addresses of this machine's interfaces, unfiltered but for our own device.
+    LocalAddresses(Vec<IpAddr>),
+    /// The STUN servers of the map, names resolved; at most a few addresses for each.
+    StunServers(Vec<StunServer>),
+    /// Where the gateway maps our IPv4 port to.
+    PortMapped(Option<SocketAddr>),
+    /// Whether there may be direct paths; takes effect at once.
+    Direct(Direct),
+    Link(LinkChange),
 }

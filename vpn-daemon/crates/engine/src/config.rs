@@ -7,6 +7,7 @@ use codervpn_wire::node;
 use rand_core::CryptoRngCore;
 use uuid::Uuid;
 
+use crate::command::Direct;
 use crate::filter::Inbound;
 
 /// Which side of a tunnel we are.
@@ -33,6 +34,10 @@ pub struct Config {
     pub answer_echo: bool,
     /// Measure the latency of every destination now and then.
     pub status_pings: bool,
+    /// Whether there may be direct paths from the start; `Command::Direct` changes it.
+    pub direct: Direct,
+    /// Loopback addresses are candidates, too; only for tests.
+    pub allow_loopback: bool,
     pub rng: Box<dyn CryptoRngCore + Send>,
 }
 
@@ -51,6 +56,8 @@ impl Config {
             inbound: Inbound::Replies,
             answer_echo: false,
             status_pings: true,
+            direct: Direct::Allowed,
+            allow_loopback: false,
             rng: Box::new(rng),
         }
     }
@@ -68,6 +75,8 @@ impl Config {
             inbound: Inbound::All,
             answer_echo: true,
             status_pings: false,
+            direct: Direct::Allowed,
+            allow_loopback: false,
             rng: Box::new(rng),
         }
     }

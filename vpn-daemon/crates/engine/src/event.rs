@@ -23,6 +23,11 @@ pub enum Event {
     /// The peer can shake hands with us from now on. An agent tells the coordinator so (ReadyForHandshake); a client
     /// ignores it.
     Programmed(PeerId),
+    /// A net report begins: measure the latency of every relay and resolve the STUN servers, and answer with
+    /// `RelayLatencies` and `StunServers`.
+    MeasureRelays,
+    /// Bind both UDP sockets again, preferring the present ports, and answer with `SocketsBound`.
+    RebindSockets,
     /// Answer to `Command::Ping`.
     PingDone { id: PeerId, result: Result<Ping, PingError> },
 }
@@ -56,6 +61,39 @@ pub enum Path {
     Direct(SocketAddr),
 }
 
+/// Why a peer that could be reached directly is reached by relay.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RelayReason {
+    /// Still looking.
+    Probing,
+    DisabledByUser,
+    DisabledByDeployment,
+    /// No UDP datagram of ours was ever answered, by a STUN server or a peer.
+    UdpBlocked,
+    /// Our NAT gives every destination another port and the peer's side does not let us in either.
+    HardNat,
+    /// Short datagrams pass, full-size ones do not.
+    PathTooSmall,
+    /// The peer advertises no address.
+    NoEndpoints,
+    /// Every address of the peer was tried and none answered.
+    NoAnswer,
+}
+
+/// What is known about the network we are in.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct NetReport {
+    /// `None`: not known yet.
+    pub udp: Option<bool>,
+    pub v4: Option<SocketAddr>,
+    pub v6: Option<SocketAddr>,
+    /// Whether the NAT gives us another port for every destination; `None`: fewer than two answers.
+    pub mapping_varies: Option<bool>,
+    pub port_mapped: Option<SocketAddr>,
+    /// What we advertise, in this order.
+    pub endpoints: Vec<SocketAddr>,
+}
+
 /// How far we are with a peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PeerState {
@@ -84,6 +122,8 @@ pub struct PeerStatus {
     /// The coordinator does not hear it at present.
     pub lost: bool,
     pub path: Option<Path>,
+    /// Why `path` is a relay; `None` while it is not.
+    pub relay_reason: Option<RelayReason>,
     pub last_handshake: Option<Instant>,
     /// The last ping that was answered.
     pub last_ping: Option<Ping>,

@@ -63,9 +63,9 @@ use codervpn_wire::keys::{NodePrivate, NodePublic};
 use codervpn_wire::node::{self, Node, Prefix};
 use codervpn_wire::tsmp;
 
-pub use command::{Command, PeerId, RelayLatency};
+pub use command::{Command, Direct, LinkChange, PeerId, RelayLatency, SendFailure, StunServer};
 pub use config::{Config, Role};
-pub use event::{Event, Path, PeerState, PeerStatus, Ping, PingError};
+pub use event::{Event, NetReport, Path, PeerState, PeerStatus, Ping, PingError, RelayReason};
 pub use filter::Inbound;
 pub use home_relay::{HomeCandidate, HomeRelay};
 pub use session::LIBRARY_LOG_TARGET;
@@ -102,8 +102,9 @@ pub struct Engine {
 
 impl Engine {
     pub fn new(config: Config, now: Instant) -> Self {
-        let Config { role, node_key, disco_key, node_id, addresses, inbound, answer_echo, status_pings, mut rng } =
-            config;
+        let Config {
+            role, node_key, disco_key, node_id, addresses, inbound, answer_echo, status_pings, mut rng, ..
+        } = config;
         let own = Own {
             node_key: node_key.public(),
             disco_key: disco_key.public(),
@@ -222,6 +223,16 @@ impl Engine {
         }
     }
 
+    /// A datagram for `destination` could not be sent.
+    pub fn handle_send_failure(&mut self, destination: SocketAddr, failure: SendFailure, now: Instant) {
+        let _ = (destination, failure, now);
+    }
+
+    /// What is known about the network we are in.
+    pub fn net_report(&self) -> NetReport {
+        NetReport::default()
+    }
+
     /// Does everything that is due.
     pub fn handle_timeout(&mut self, now: Instant, sink: &mut impl Sink) {
         while let Some((at, slot)) = self.cx.timers.pop_due(now) {
@@ -331,6 +342,12 @@ impl Engine {
                 None => self.cx.event(Event::PingDone { id, result: Err(PingError::UnknownPeer) }),
             },
             Command::Inbound(inbound) => self.filter.set_inbound(inbound),
+            Command::SocketsBound { .. }
+            | Command::LocalAddresses(_)
+            | Command::StunServers(_)
+            | Command::PortMapped(_)
+            | Command::Direct(_)
+            | Command::Link(_) => {}
         }
     }
 

@@ -380,6 +380,7 @@ impl Peer {
             home: self.home(),
             lost: self.lost,
             path: region.map(Path::Relay),
+            relay_reason: region.map(|_| crate::event::RelayReason::Probing),
             last_handshake: self.last_handshake,
             last_ping: self.last_ping,
             rx_bytes: self.rx_bytes,
