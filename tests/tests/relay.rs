@@ -141,7 +141,7 @@ async fn relay() -> Result<Relay> {
 
 /// T-18: the source is who the connection is. The longest packet passes, a longer one ends its sender.
 #[tokio::test]
-async fn packets_pass_with_their_source() -> Result {
+async fn t18_packets_pass_with_their_source() -> Result {
     let relay = relay().await?;
     let (mut a, mut b) = (Client::connect(&relay).await?, Client::connect(&relay).await?);
     a.send(&b.key, b"hello").await?;
@@ -194,7 +194,7 @@ async fn peers_that_are_not_here_or_gone() -> Result {
 
 /// T-19: the newest connection of a key is active, later whichever spoke last; both may stay.
 #[tokio::test]
-async fn one_key_on_two_connections() -> Result {
+async fn t19_one_key_on_two_connections() -> Result {
     let relay = relay().await?;
     let private = NodePrivate::generate(&mut OsRng);
     let mut sender = Client::connect(&relay).await?;
@@ -247,7 +247,7 @@ async fn what_is_not_allowed_ends_the_connection() -> Result {
 
 /// 2.4: how a connection begins, and T-48.
 #[tokio::test]
-async fn upgrades() -> Result {
+async fn t48_upgrades() -> Result {
     let relay = relay().await?;
     let private = NodePrivate::generate(&mut OsRng);
     for request in [

@@ -72,7 +72,7 @@ mod tests {
 
     /// Data plane 2.9: `min(n² × 10 ms, 5 s)` with jitter, and T-45.
     #[tokio::test(start_paused = true)]
-    async fn t_45_back_off_grows_and_is_spaced() {
+    async fn t45_back_off_grows_and_is_spaced() {
         let mut backoff = Backoff::default();
         for n in 1..40u64 {
             let start = Instant::now();

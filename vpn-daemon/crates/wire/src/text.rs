@@ -26,7 +26,7 @@ mod tests {
 
     /// T-21: capped and stripped.
     #[test]
-    fn foreign_text_is_short_and_plain() {
+    fn t21_foreign_text_is_short_and_plain() {
         assert_eq!(foreign(b"a\x1b[31mb\r\nc"), "a[31mbc");
         assert_eq!(foreign("x\u{202e}y".as_bytes()), "xy");
         assert_eq!(foreign(&[b'z'; 4096]).len(), MAX_FOREIGN_TEXT);

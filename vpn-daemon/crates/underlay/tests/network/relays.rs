@@ -187,7 +187,7 @@ async fn failure_of(address: SocketAddr) -> String {
 }
 
 #[tokio::test]
-async fn t_16_t_21_t_22_bad_relays_are_named() {
+async fn t16_t21_t22_bad_relays_are_named() {
     let upgraded = |bytes: &[u8]| {
         let mut answer = b"HTTP/1.1 101 x\r\nUpgrade: DERP\r\nConnection: Upgrade\r\n\r\n".to_vec();
         answer.extend_from_slice(bytes);
@@ -212,7 +212,7 @@ async fn t_16_t_21_t_22_bad_relays_are_named() {
 
 /// T-16: a wrong length ends the connection, what is unknown is skipped.
 #[tokio::test]
-async fn t_16_frames_after_the_greeting() {
+async fn t16_frames_after_the_greeting() {
     let relay = Relay::start().await;
     let client = Client::home(&map_of(&[(1, relay.server.address)]), 1).await;
     client.send(1, &client.key, b"here");
@@ -260,7 +260,7 @@ async fn a_restarted_relay_is_reconnected() {
 
 /// T-45: a relay that closes every connection at once does not get a storm.
 #[tokio::test]
-async fn t_45_attempts_are_spaced() {
+async fn t45_attempts_are_spaced() {
     let (sender, mut accepted) = tokio::sync::mpsc::unbounded_channel();
     let relay = serve(move |stream| {
         sender.send(tokio::time::Instant::now()).unwrap();
@@ -333,7 +333,7 @@ async fn a_new_map_keeps_what_did_not_change() {
 
 /// T-23: three classes of regions see three sets of headers; probes too.
 #[tokio::test]
-async fn t_23_headers_by_region_class() {
+async fn t23_headers_by_region_class() {
     let relays = [Relay::start().await, Relay::start().await, Relay::start().await];
     let mut map =
         map_of(&[(1, relays[0].server.address), (2, relays[1].server.address), (3, relays[2].server.address)]);

@@ -80,7 +80,7 @@ async fn expired_and_wrong_names_are_told_apart() {
 }
 
 #[tokio::test]
-async fn t_25_the_certificate_name_replaces_the_host_name() {
+async fn t25_the_certificate_name_replaces_the_host_name() {
     let ca = Ca::new("Test Root");
     let (dialer, _file) = trusting(&ca);
     let server = tls_server(&ca, "relay.test", NOW).await;
@@ -92,7 +92,7 @@ async fn t_25_the_certificate_name_replaces_the_host_name() {
 }
 
 #[tokio::test]
-async fn t_24_insecure_accepts_anything() {
+async fn t24_insecure_accepts_anything() {
     let server = tls_server(&Ca::new("Their Root"), "x.test", (2001, 2002)).await;
     let (dialer, _file) = trusting(&Ca::new("Our Root"));
     let mut parameters = TlsParameters::for_host("coder.test");

@@ -21,7 +21,7 @@ fn header(kind: u8, len: u32) -> Vec<u8> {
 
 /// T-16: the header alone decides.
 #[test]
-fn derp_lengths_are_judged_by_the_header() {
+fn t16_derp_lengths_are_judged_by_the_header() {
     let packet = (32 + MAX_PACKET_LEN) as u32;
     let cases = [
         (Side::Client, kind::SERVER_KEY, 39, false),
@@ -69,7 +69,7 @@ fn derp_lengths_are_judged_by_the_header() {
 
 /// T-16: nothing of an unknown frame is kept, so the buffer stays small whatever is announced.
 #[test]
-fn derp_skips_what_nobody_needs() {
+fn t16_t21_derp_skips_what_nobody_needs() {
     let mut buffer = FrameBuffer::new(Side::Server);
     buffer.extend(&header(0x7f, 64 << 20));
     assert_eq!(buffer.next_frame(), Ok(Some(Frame::Unknown(0x7f))));
@@ -155,7 +155,7 @@ fn derp_packets_are_written_in_place() {
 
 /// T-15: no secret with anybody is shared over a point of small order, in every encoding.
 #[test]
-fn low_order_keys_are_refused() {
+fn t15_low_order_keys_are_refused() {
     let private = NodePrivate::generate(&mut OsRng);
     let p_minus = |low: u8| {
         let mut bytes = [0xff; 32];
@@ -190,7 +190,7 @@ fn low_order_keys_are_refused() {
 
 /// T-49.
 #[test]
-fn odd_call_me_maybes_list_nothing() {
+fn t49_odd_call_me_maybes_list_nothing() {
     for content in [&[3, 0][..], &[3, 1, 0], &[3, 0, 1, 2, 3], &[&[3, 1][..], &[1; 18]].concat()] {
         let Message::CallMeMaybe(message) = disco::parse_message(content) else { panic!("{content:?}") };
         assert_eq!(message.endpoints().len(), 0);
@@ -205,7 +205,7 @@ fn odd_call_me_maybes_list_nothing() {
 
 /// 3.2: what a server answers and a client believes.
 #[test]
-fn stun_reads_only_what_it_should() {
+fn t34_stun_reads_only_what_it_should() {
     let tx = stun::TxId([7; 12]);
     let good = stun::binding_request(&tx);
     use stun::Strictness::{Lenient, Strict};
@@ -305,7 +305,7 @@ fn fields() -> NodeFields {
 
 /// T-27, PB-6 to PB-8.
 #[test]
-fn nodes_are_validated() {
+fn t27_nodes_are_validated() {
     let (node, left_out) = Node::from_fields(&fields()).unwrap();
     assert_eq!((node.to_fields(), left_out), (fields(), 0));
     assert_eq!(node.derp_latency[&(RegionId::new(999).unwrap(), Family::V4)].as_millis(), 25);
@@ -368,7 +368,7 @@ fn agents_own_only_derived_addresses() {
 
 /// T-06, T-44.
 #[test]
-fn endpoints_are_filtered() {
+fn t06_t44_endpoints_are_filtered() {
     for (text, usable, in_tests) in [
         ("192.0.2.1:1", true, true),
         ("10.0.0.1:1", true, true),
@@ -441,7 +441,7 @@ fn derp_maps_mean_what_they_say() {
 
 /// T-26.
 #[test]
-fn odd_derp_maps_lose_only_what_is_odd() {
+fn t26_odd_derp_maps_lose_only_what_is_odd() {
     let mut regions = vec![
         region(1, "good", vec![relay("a")]),
         region(2, "empty", vec![]),

@@ -54,7 +54,7 @@ fn keys_have_their_public_halves_and_text_forms() {
 
 /// T-43: neither Debug nor errors show key bytes.
 #[test]
-fn private_keys_do_not_show() {
+fn t43_private_keys_do_not_show() {
     let text = format!("{:?} {:?}", node(NODE_A), disco(DISCO_A));
     assert_eq!(text, "NodePrivate(..) DiscoPrivate(..)");
     let shared = node(NODE_A).shared_key(&node(NODE_B).public()).unwrap();
@@ -224,7 +224,7 @@ fn derp_frames_of_other_versions_are_read() {
 
 /// 8.3, T-50: every disco message, opened and sealed.
 #[test]
-fn disco_messages_equal_those_of_the_library() {
+fn t13_t50_disco_messages_equal_those_of_the_library() {
     let (a, b) = (disco(DISCO_A), disco(DISCO_B));
     let at_a = a.shared_key(&b.public()).unwrap();
     let at_b = b.shared_key(&a.public()).unwrap();
