@@ -9,6 +9,7 @@ use rand_core::CryptoRngCore;
 use crate::event::Event;
 use crate::held::HeldTotal;
 use crate::limits::Bucket;
+use crate::net_report::Net;
 use crate::relays::Relays;
 use crate::session::Sessions;
 use crate::stats::Counters;
@@ -32,6 +33,8 @@ pub(crate) struct Common {
     pub(crate) rng: Box<dyn CryptoRngCore + Send>,
     pub(crate) sessions: Sessions,
     pub(crate) relays: Relays,
+    /// The network we are in, and our endpoints.
+    pub(crate) net: Net,
     pub(crate) held: HeldTotal,
     pub(crate) timers: Timers,
     pub(crate) events: VecDeque<Event>,

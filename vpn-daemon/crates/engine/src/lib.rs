@@ -35,12 +35,14 @@ mod sim;
 mod command;
 mod common;
 mod config;
+mod endpoints;
 mod event;
 mod filter;
 mod flows;
 mod held;
 mod home_relay;
 mod limits;
+mod net_report;
 mod peer;
 mod peers;
 mod pings;
@@ -75,6 +77,7 @@ pub use stats::Counters;
 use common::{Common, Own, PLAIN_ROOM};
 use filter::Filter;
 use limits::{Bucket, IcmpLimit};
+use net_report::Net;
 use peer::{After, Peer, Remote};
 use peers::Peers;
 use relays::Relays;
@@ -105,6 +108,7 @@ impl Engine {
         let Config {
             role, node_key, disco_key, node_id, addresses, inbound, answer_echo, status_pings, mut rng, ..
         } = config;
+        let net = Net::new(config.direct, config.allow_loopback);
         let own = Own {
             node_key: node_key.public(),
             disco_key: disco_key.public(),
@@ -126,6 +130,7 @@ impl Engine {
                 rng,
                 sessions: Sessions::new(&node_key),
                 relays: Relays::default(),
+                net,
                 held: held::HeldTotal::default(),
                 timers: Timers::default(),
                 events: VecDeque::new(),
@@ -174,6 +179,7 @@ impl Engine {
             return;
         }
         self.filter.outgoing(&packet, now);
+        self.cx.net.note_active(now);
         peer.send(packet.bytes(), &mut self.cx, sink, now);
     }
 
@@ -216,21 +222,27 @@ impl Engine {
 
     /// A UDP datagram. There are no direct paths yet: no address belongs to a peer, everything is counted and dropped.
     pub fn handle_udp(&mut self, source: SocketAddr, payload: &[u8], now: Instant, sink: &mut impl Sink) {
-        let _ = (source, now, sink);
         match classify::datagram(payload) {
-            Datagram::Disco(_) | Datagram::Stun => self.cx.counters.udp_ignored += 1,
+            Datagram::Stun => {
+                self.cx.net.answer(source, payload, &mut self.cx.counters);
+                self.drive_report(now, sink);
+            }
+            Datagram::Disco(_) => self.cx.counters.udp_ignored += 1,
             Datagram::WireGuard(_) | Datagram::Other => self.cx.counters.udp_stranger += 1,
         }
     }
 
     /// A datagram for `destination` could not be sent.
     pub fn handle_send_failure(&mut self, destination: SocketAddr, failure: SendFailure, now: Instant) {
-        let _ = (destination, failure, now);
+        let _ = now;
+        if failure == SendFailure::Unreachable {
+            self.cx.net.unreachable(destination);
+        }
     }
 
     /// What is known about the network we are in.
     pub fn net_report(&self) -> NetReport {
-        NetReport::default()
+        self.cx.net.report()
     }
 
     /// Does everything that is due.
@@ -250,13 +262,14 @@ impl Engine {
             self.publish_at = None;
             self.publish(now);
         }
+        self.drive_report(now, sink);
     }
 
     /// When `handle_timeout` has something to do.
     pub fn poll_timeout(&mut self) -> Option<Instant> {
         let peers = &self.peers;
         let peer = self.cx.timers.next(|at, slot| peers.get(slot).is_some_and(|peer| peer.scheduled == Some(at)));
-        [peer, self.publish_at].into_iter().flatten().min()
+        [peer, self.publish_at, self.cx.net.next_timeout()].into_iter().flatten().min()
     }
 
     /// Takes one event. The queue is bounded by what it tells of: one change per peer, one answer per ping.
@@ -300,9 +313,13 @@ impl Engine {
                 }
             }
             Command::DerpMap(map) => {
-                let before = self.cx.relays.home();
+                let (before, version) = (self.cx.relays.home(), self.cx.relays.version());
                 self.cx.relays.set_map(map, now);
                 self.after_relays(before, now);
+                if self.cx.relays.version() != version {
+                    self.cx.net.map_changed(now);
+                    self.drive_report(now, sink);
+                }
             }
             Command::RelayLatencies(latencies) => {
                 let before = self.cx.relays.home();
@@ -328,6 +345,9 @@ impl Engine {
                 if self.cx.relays.home() == Some(region) {
                     self.want_relay(region, now);
                 }
+                // Whatever broke it may have changed how the network looks.
+                self.cx.net.request(now);
+                self.drive_report(now, sink);
                 for peer in self.peers.iter_mut() {
                     peer.settle(&mut self.cx, now);
                 }
@@ -342,12 +362,57 @@ impl Engine {
                 None => self.cx.event(Event::PingDone { id, result: Err(PingError::UnknownPeer) }),
             },
             Command::Inbound(inbound) => self.filter.set_inbound(inbound),
-            Command::SocketsBound { .. }
-            | Command::LocalAddresses(_)
-            | Command::StunServers(_)
-            | Command::PortMapped(_)
-            | Command::Direct(_)
-            | Command::Link(_) => {}
+            Command::SocketsBound { v4, v6 } => {
+                self.cx.net.set_ports(v4, v6, now);
+                self.drive_report(now, sink);
+            }
+            Command::LocalAddresses(addresses) => {
+                let changed = self.cx.net.set_local_addresses(addresses, now);
+                self.publish_if(changed, now);
+            }
+            Command::StunServers(servers) => {
+                self.cx.net.set_servers(&servers, now);
+                self.drive_report(now, sink);
+            }
+            Command::PortMapped(address) => {
+                let changed = self.cx.net.set_port_mapped(address, now);
+                self.publish_if(changed, now);
+                self.drive_report(now, sink);
+            }
+            Command::Direct(direct) => {
+                let changed = self.cx.net.set_direct(direct, now);
+                self.publish_if(changed, now);
+                self.drive_report(now, sink);
+            }
+            Command::Link(change) => {
+                self.cx.net.set_link_up(change != LinkChange::Down);
+                self.cx.net.request(now);
+                self.drive_report(now, sink);
+            }
+        }
+    }
+
+    /// Moves the net report on: starts a run that is due, sends its requests, ends it.
+    fn drive_report(&mut self, now: Instant, sink: &mut impl Sink) {
+        let has_peers = self.peers.with_node() > 0;
+        loop {
+            let Common { net, relays, rng, counters, .. } = &mut self.cx;
+            let latency = |region| relays.latency(region);
+            let progress = net.tick(has_peers, latency, &mut &mut **rng, counters, sink, now);
+            if progress.started && !self.cx.events.contains(&Event::MeasureRelays) {
+                self.cx.event(Event::MeasureRelays);
+            }
+            if !progress.finished {
+                return;
+            }
+            // The next run may be due; at most two fall into one instant.
+            self.publish(now);
+        }
+    }
+
+    fn publish_if(&mut self, changed: bool, now: Instant) {
+        if changed {
+            self.publish(now);
         }
     }
 
@@ -458,6 +523,9 @@ impl Engine {
         if old != Some(node.key) {
             self.peers.set_key(slot, old, Some(node.key));
         }
+        if old.is_none() && self.peers.with_node() == 1 {
+            self.cx.net.request_unless_fresh(now);
+        }
     }
 
     /// DISCONNECTED or lost for too long: a destination stays, without its node.
@@ -500,7 +568,7 @@ impl Engine {
             return;
         }
         self.publish_at = None;
-        if self.self_node.update(home, self.cx.relays.node_latencies())
+        if self.self_node.update(home, self.cx.relays.node_latencies(), self.cx.net.endpoints())
             && !self.cx.events.contains(&Event::SelfNodeChanged)
         {
             self.cx.event(Event::SelfNodeChanged);

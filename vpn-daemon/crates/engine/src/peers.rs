@@ -134,6 +134,11 @@ impl Peers {
         self.peers.iter_mut().map(|(_, peer)| &mut **peer)
     }
 
+    /// Peers whose node is known.
+    pub(crate) fn with_node(&self) -> usize {
+        self.by_key.len()
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.peers.len()
     }

@@ -1,12 +1,12 @@
 //! What the coordinator is told about us, and when it changed enough to be told again.
 //!
-//! Withheld until a home region is chosen and its connection stands or has been waited for (`data-plane.md` 6.2 step 9).
-//! Latencies alone are no reason to publish: every agent would reprogram us every 20 s. They travel along when
-//! something else changes, and when regions appear or vanish (`data-plane.md` 3.3). No endpoints: there are no direct
-//! paths yet.
+//! Withheld until a home region is chosen and its connection stands or has been waited for (`data-plane.md` 6.2 step 9);
+//! never for the sake of endpoints, which follow when STUN servers have answered. Latencies alone are no reason to
+//! publish: every agent would reprogram us every 20 s. They travel along when something else changes, and when a region
+//! is measured for the first time (`data-plane.md` 3.3). Nor is another order of the endpoints: receivers rely on none.
 
 use std::collections::BTreeMap;
-use std::net::Ipv6Addr;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use codervpn_wire::derp_map::RegionId;
@@ -24,11 +24,11 @@ pub(crate) struct SelfNode {
     content: Option<Content>,
 }
 
-#[derive(Clone, PartialEq)]
 struct Content {
     home: RegionId,
     latencies: Latencies,
     websocket_fallback: BTreeMap<RegionId, String>,
+    endpoints: Vec<SocketAddr>,
 }
 
 impl SelfNode {
@@ -37,15 +37,17 @@ impl SelfNode {
     }
 
     /// Takes the present values; true if the node has to be published (again).
-    pub(crate) fn update(&mut self, home: RegionId, latencies: Latencies) -> bool {
+    pub(crate) fn update(&mut self, home: RegionId, latencies: Latencies, endpoints: &[SocketAddr]) -> bool {
         if let Some(present) = &self.content
             && present.home == home
             && present.websocket_fallback == self.websocket_fallback
-            && present.latencies.keys().eq(latencies.keys())
+            && latencies.keys().all(|measured| present.latencies.contains_key(measured))
+            && same_set(&present.endpoints, endpoints)
         {
             return false;
         }
-        self.content = Some(Content { home, latencies, websocket_fallback: self.websocket_fallback.clone() });
+        let (websocket_fallback, endpoints) = (self.websocket_fallback.clone(), endpoints.to_vec());
+        self.content = Some(Content { home, latencies, websocket_fallback, endpoints });
         true
     }
 
@@ -63,9 +65,13 @@ impl SelfNode {
             forced_websocket: content.websocket_fallback.clone(),
             addresses: addresses.clone(),
             allowed_ips: addresses,
-            endpoints: Vec::new(),
+            endpoints: content.endpoints.clone(),
         })
     }
+}
+
+fn same_set(one: &[SocketAddr], other: &[SocketAddr]) -> bool {
+    one.len() == other.len() && one.iter().all(|endpoint| other.contains(endpoint))
 }
 
 /// Microseconds, as the other senders have them.

@@ -74,6 +74,12 @@ pub struct Counters {
     /// UDP disco and STUN: ignored while there are no direct paths.
     pub udp_ignored: u64,
 
+    /// STUN requests of ours, repetitions included.
+    pub stun_sent: u64,
+    pub stun_answers: u64,
+    /// STUN that answers no request of ours, comes from another server or names an impossible address (T-35).
+    pub stun_refused: u64,
+
     /// The sink had no room for an outgoing datagram.
     pub sink_full: u64,
     /// The sink had no room for an incoming packet.

@@ -251,6 +251,7 @@ impl Peer {
                     Inner::Deliver => {
                         cx.counters.peer_delivered += 1;
                         self.last_inner = Some(now);
+                        cx.net.note_active(now);
                         sink.deliver(len);
                     }
                     Inner::Answer(len) => self.send_scratch(len, cx, sink, now),
