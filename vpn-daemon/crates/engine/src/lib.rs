@@ -172,6 +172,7 @@ impl Engine {
             self.refuse(&packet, Some(Unreachable::Address), now, sink);
             return;
         };
+        self.cx.net.note_active(now);
         if peer.is_unreachable(now) {
             self.cx.counters.tun_unreachable += 1;
             peer.send_in_vain(&mut self.cx, sink, now);
@@ -179,7 +180,6 @@ impl Engine {
             return;
         }
         self.filter.outgoing(&packet, now);
-        self.cx.net.note_active(now);
         peer.send(packet.bytes(), &mut self.cx, sink, now);
     }
 

@@ -3,7 +3,7 @@
 mod sim;
 
 use codervpn_engine::{Command, PeerState};
-use sim::{DESKTOP, Party, World, ms, secs};
+use sim::{DESKTOP, Party, World, secs};
 use uuid::Uuid;
 
 fn id(n: usize) -> Uuid {
