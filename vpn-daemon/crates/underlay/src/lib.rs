@@ -5,7 +5,7 @@
 //! deployment's front needs. On top of it stand HTTP requests and upgrades
 //! ([`http`]), the WebSocket byte stream of the control plane ([`websocket`]),
 //! the relay connections ([`relays`]) and the latency probes of relays
-//! ([`probe`]).
+//! ([`probe`]). Beside it stand the UDP sockets of the data thread ([`udp`]).
 //!
 //! Nothing here knows what the bytes mean beyond that: no control messages, no
 //! WireGuard, no operating-system settings.
@@ -28,6 +28,7 @@ pub mod relays;
 mod resolve;
 mod stream;
 pub mod tls;
+pub mod udp;
 pub mod websocket;
 
 pub use batch::{Packet, RelayBatch, SendBatch};
@@ -38,4 +39,5 @@ pub use relay::{RelayAccess, RelayError};
 pub use relays::{Incoming, RelayEvent, RelayOptions, RelayPhase, RelayStatus, Relays, Sent};
 pub use stream::Connection;
 pub use tls::{Refusal, TlsError, TlsFault};
+pub use udp::{Ports, ReceiveBuffer, SendError, SendGroup, UdpCounters, UdpSockets};
 pub use websocket::{CloseWatch, Closed, Keepalive, WebSocket};
