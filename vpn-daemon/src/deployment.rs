@@ -294,6 +294,7 @@ impl Deployment {
                 }
             }
             TunnelEvent::PeerChanged(_) => self.refresh_soon(),
+            TunnelEvent::MeasureRelays => self.measure_relays(),
             TunnelEvent::PingDone { id, result } => {
                 self.pings.done(id, result, &self.map);
                 self.refresh_soon();

@@ -146,7 +146,11 @@ impl Parts {
                 let _ = self.control.ready_for_handshake([id]).await;
             }
             TunnelEvent::DeviceLost(reason) => tracing::error!(reason, "an agent's device is gone"),
-            TunnelEvent::PeerChanged(_) | TunnelEvent::PingDone { .. } | TunnelEvent::Forward(_) => {}
+            TunnelEvent::PeerChanged(_)
+            | TunnelEvent::PingDone { .. }
+            | TunnelEvent::Forward(_)
+            // Measured by a clock of our own.
+            | TunnelEvent::MeasureRelays => {}
         }
     }
 

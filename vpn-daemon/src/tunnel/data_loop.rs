@@ -241,8 +241,9 @@ impl<D: PacketDevice> DataLoop<D> {
                 engine::Event::PeerChanged(id) => TunnelEvent::PeerChanged(id),
                 engine::Event::Programmed(id) => TunnelEvent::Programmed(id),
                 engine::Event::PingDone { id, result } => TunnelEvent::PingDone { id, result },
-                // There are no sockets yet, and the slow side measures by its own clock.
-                engine::Event::RebindSockets | engine::Event::MeasureRelays => continue,
+                engine::Event::MeasureRelays => TunnelEvent::MeasureRelays,
+                // There are no sockets yet.
+                engine::Event::RebindSockets => continue,
             };
             room.send(event);
         }

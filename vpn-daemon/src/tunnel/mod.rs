@@ -57,6 +57,8 @@ pub enum TunnelEvent {
         id: PeerId,
         result: Result<Ping, PingError>,
     },
+    /// Measure the relays and resolve the STUN servers now; `party::Survey` does.
+    MeasureRelays,
     /// A lookup for the machine's own name servers.
     Forward(ForwardRequest),
     /// The device is gone; this is the last event.
