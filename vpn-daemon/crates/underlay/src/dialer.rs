@@ -225,6 +225,14 @@ impl Dialer {
         self.shared.resolve.set_servers(servers);
     }
 
+    /// Addresses of a host, which may be the text of one; for what is not dialled here.
+    pub async fn resolve(&self, host: &str) -> Result<Vec<IpAddr>, String> {
+        match host.parse() {
+            Ok(address) => Ok(vec![address]),
+            Err(_) => self.shared.resolve.lookup(host).await,
+        }
+    }
+
     /// The user's own headers.
     pub fn headers(&self) -> &HeaderMap {
         &self.shared.headers
