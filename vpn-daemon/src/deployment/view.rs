@@ -215,27 +215,9 @@ pub(super) fn region_name(map: &DerpMap, region: RegionId) -> String {
 
 /// Everything that helps to find a fault, for a client that asks.
 pub(super) fn diagnostics(snapshot: &Snapshot, relays: &Relays) -> ext::DiagnosticsReply {
-    let tunnel = &snapshot.tunnel;
-    let counters = [
-        ("device.reads", tunnel.device_reads),
-        ("device.writes", tunnel.device_writes),
-        ("device.dropped", tunnel.device_dropped),
-        ("relay.batches", tunnel.relay_batches),
-        ("relay.dropped", tunnel.relay_dropped),
-        ("dns.queries_udp", snapshot.dns.queries_udp),
-        ("dns.queries_tcp", snapshot.dns.queries_tcp),
-        ("dns.forwarded", snapshot.dns.forwarded),
-        ("dns.forwards_dropped", tunnel.forwards_dropped),
-        ("engine.sent", snapshot.engine.tun_sent),
-        ("engine.delivered", snapshot.engine.peer_delivered),
-        ("engine.filtered", snapshot.engine.inner_filtered),
-        ("engine.unknown_peer", snapshot.engine.tun_unknown_peer),
-        ("engine.unreachable", snapshot.engine.tun_unreachable),
-        ("engine.held_expired", snapshot.engine.held_expired),
-    ];
     ext::DiagnosticsReply {
         service_version: env!("CARGO_PKG_VERSION").to_owned(),
-        counters: counters.into_iter().map(|(name, value)| ext::Counter { name: name.to_owned(), value }).collect(),
+        counters: snapshot.counters().map(|(name, value)| ext::Counter { name: name.to_owned(), value }).collect(),
         relays: relays
             .status()
             .into_iter()

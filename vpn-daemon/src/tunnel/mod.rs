@@ -2,8 +2,10 @@
 //!
 //! Generic over the packet device, so that the testbed's workspace agent runs the same loop.
 
+mod counters;
 mod data_loop;
 mod device;
+mod network;
 mod outbox;
 mod wake;
 
@@ -12,15 +14,17 @@ use std::time::Instant;
 
 use codervpn_dns::{BaseServers, ForwardId, ForwardReply, ForwardRequest, Responder};
 use codervpn_engine::{self as engine, Engine, PeerId, PeerStatus, Ping, PingError, RelayLatency};
-use codervpn_underlay::Relays;
 use codervpn_underlay::relays::RegionId;
+use codervpn_underlay::{Relays, UdpCounters, UdpSockets};
 use codervpn_wire::node::Node;
 use tokio::sync::{mpsc, oneshot};
 
+pub use counters::Counters;
 pub use device::PacketDevice;
 pub use wake::Wake;
 
 use data_loop::DataLoop;
+use network::Network;
 use outbox::Outbox;
 
 /// Commands that may wait. Each is a whole list; the thread takes all of them in every turn.
@@ -65,21 +69,6 @@ pub enum TunnelEvent {
     DeviceLost(String),
 }
 
-/// Counters of the loop itself; those of the engine and the responder stand beside it.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counters {
-    pub device_reads: u64,
-    pub device_writes: u64,
-    /// Packets that the device did not take.
-    pub device_dropped: u64,
-    /// Batches handed to relays.
-    pub relay_batches: u64,
-    /// Datagrams in batches that a relay's queue did not take.
-    pub relay_dropped: u64,
-    /// Lookups dropped because the slow side was busy.
-    pub forwards_dropped: u64,
-}
-
 /// Everything that can be shown, at one moment.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
@@ -88,6 +77,7 @@ pub struct Snapshot {
     pub latencies: Vec<RelayLatency>,
     pub engine: engine::Counters,
     pub tunnel: Counters,
+    pub udp: UdpCounters,
     pub dns: codervpn_dns::Stats,
     /// When; instants in it are relative to this.
     pub taken: Instant,
@@ -113,7 +103,8 @@ pub struct TunnelHandle {
 }
 
 impl Tunnel {
-    /// Starts the thread. `wake` must be the one that the relays wake.
+    /// Binds the UDP sockets and starts the thread. `wake` must be the one that the relays wake. Without any UDP the
+    /// tunnel works by relays, and binding is tried again now and then.
     pub fn start(
         device: impl PacketDevice,
         engine: Engine,
@@ -123,10 +114,16 @@ impl Tunnel {
     ) -> std::io::Result<(Self, mpsc::Receiver<TunnelEvent>)> {
         let (commands, commands_rx) = mpsc::channel(COMMANDS);
         let (events, events_rx) = mpsc::channel(EVENTS);
+        let udp = UdpSockets::bind(0).unwrap_or_else(|error| {
+            tracing::warn!(%error, "no direct connections");
+            UdpSockets::unbound()
+        });
         let data_loop = DataLoop {
             engine,
             responder,
-            out: Outbox::new(device, relays),
+            out: Outbox::new(device, relays, udp),
+            network: Network::new(),
+            bind_at: None,
             wake: wake.clone(),
             commands: commands_rx,
             events,

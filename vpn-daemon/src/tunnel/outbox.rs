@@ -1,11 +1,13 @@
-//! Where the engine writes: datagrams into one batch per relay region, packets straight to the device.
+//! Where the engine writes: datagrams into the open group of the UDP sockets or into one batch per relay region, packets
+//! straight to the device.
 
 use std::io;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use codervpn_engine::{Route, Sink};
-use codervpn_underlay::SendBatch;
+use codervpn_engine::{Route, SendFailure, Sink};
 use codervpn_underlay::relays::{RegionId, Relays, Sent};
+use codervpn_underlay::{SendBatch, SendError, SendGroup, UdpSockets};
 
 use super::Counters;
 use super::device::PacketDevice;
@@ -14,14 +16,21 @@ use super::device::PacketDevice;
 const ROOM: usize = 2048;
 /// Regions with a batch in the making at the same time. One is the rule; beyond, the first is sent early.
 const OPEN_BATCHES: usize = 8;
+/// Destinations whose failure waits to be told to the engine, which is told after every run of packets. One of more is
+/// forgotten: its next datagram fails, too.
+const FAILURES: usize = 16;
 
 /// One relay that hardly moves must not hold up the agents behind others: after this its packets are dropped instead.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);
+/// So long after a packet of the device went directly, a slow relay holds up nothing: that flow would suffer for it.
+const DIRECT_IN_USE: Duration = Duration::from_secs(1);
 
 pub(super) struct Outbox<D> {
     pub(super) device: D,
     pub(super) relays: Relays,
+    pub(super) udp: UdpSockets,
     pub(super) counters: Counters,
+    datagrams: Datagrams,
     /// Regions whose queue asked us to pause reading from the device, and until when we do.
     congested: Vec<(RegionId, Instant)>,
     batches: Vec<(RegionId, SendBatch)>,
@@ -31,12 +40,66 @@ pub(super) struct Outbox<D> {
     lost: Option<io::Error>,
 }
 
+/// Datagrams on their way to the sockets.
+struct Datagrams {
+    group: SendGroup,
+    failures: Vec<(SocketAddr, SendFailure)>,
+    /// Datagrams committed so far; tells whether a packet of the device went directly.
+    committed: u64,
+    direct_until: Option<Instant>,
+}
+
+impl Datagrams {
+    fn send(failures: &mut Vec<(SocketAddr, SendFailure)>, udp: &mut UdpSockets, to: SocketAddr, run: Run<'_>) {
+        let Err(error) = udp.send(to, run.segment, run.bytes) else { return };
+        let failure = match error {
+            SendError::TooBig => SendFailure::TooBig,
+            SendError::Blocked => SendFailure::Blocked,
+            SendError::Unreachable | SendError::InsideTunnel => SendFailure::Unreachable,
+            // Says nothing about the destination.
+            SendError::Busy => return,
+        };
+        if failures.len() < FAILURES && !failures.contains(&(to, failure)) {
+            failures.push((to, failure));
+        }
+    }
+
+    fn room(&mut self, udp: &mut UdpSockets, to: SocketAddr, room: usize) -> Option<&mut [u8]> {
+        let Self { group, failures, .. } = self;
+        group.room(to, room, |to, segment, bytes| Self::send(failures, udp, to, Run { segment, bytes }))
+    }
+
+    fn commit(&mut self, udp: &mut UdpSockets, len: usize) {
+        self.committed += 1;
+        let Self { group, failures, .. } = self;
+        group.commit(len, |to, segment, bytes| Self::send(failures, udp, to, Run { segment, bytes }));
+    }
+
+    fn flush(&mut self, udp: &mut UdpSockets) {
+        let Self { group, failures, .. } = self;
+        group.flush(|to, segment, bytes| Self::send(failures, udp, to, Run { segment, bytes }));
+    }
+}
+
+/// One group as the sockets take it.
+struct Run<'a> {
+    segment: usize,
+    bytes: &'a [u8],
+}
+
 impl<D: PacketDevice> Outbox<D> {
-    pub(super) fn new(device: D, relays: Relays) -> Self {
+    pub(super) fn new(device: D, relays: Relays, udp: UdpSockets) -> Self {
         Self {
             device,
             relays,
+            udp,
             counters: Counters::default(),
+            datagrams: Datagrams {
+                group: SendGroup::new(),
+                failures: Vec::with_capacity(FAILURES),
+                committed: 0,
+                direct_until: None,
+            },
             congested: Vec::with_capacity(OPEN_BATCHES),
             batches: Vec::with_capacity(OPEN_BATCHES),
             sealed: Box::new([0; ROOM]),
@@ -45,16 +108,41 @@ impl<D: PacketDevice> Outbox<D> {
         }
     }
 
+    /// Sends the open group of datagrams.
+    pub(super) fn flush_datagrams(&mut self) {
+        self.datagrams.flush(&mut self.udp);
+    }
+
     /// Hands every batch to its relay.
-    pub(super) fn flush(&mut self) {
+    pub(super) fn flush_batches(&mut self) {
         while let Some((region, batch)) = self.batches.pop() {
             self.hand_over(region, batch);
         }
     }
 
+    /// A destination that datagrams could not be sent to.
+    pub(super) fn take_failure(&mut self) -> Option<(SocketAddr, SendFailure)> {
+        self.datagrams.failures.pop()
+    }
+
+    /// Notes whether what `work` does, with a packet of the device, sends datagrams directly.
+    pub(super) fn from_device(&mut self, now: Instant, work: impl FnOnce(&mut Self)) {
+        let before = self.datagrams.committed;
+        work(self);
+        if self.datagrams.committed != before {
+            self.datagrams.direct_until = Some(now + DIRECT_IN_USE);
+        }
+    }
+
     /// Until when packets should wait in the device's queue rather than in ours.
     pub(super) fn paused_until(&mut self, now: Instant) -> Option<Instant> {
+        if self.congested.is_empty() {
+            return None;
+        }
         self.congested.retain(|(_, until)| *until > now);
+        if self.datagrams.direct_until.is_some_and(|until| until > now) {
+            return None;
+        }
         self.congested.iter().map(|(_, until)| *until).max()
     }
 
@@ -109,13 +197,15 @@ impl<D: PacketDevice> Sink for Outbox<D> {
     fn outgoing(&mut self, route: Route, room: usize) -> Option<&mut [u8]> {
         match route {
             Route::Relay { .. } => self.sealed.get_mut(..room),
-            // There is no socket before there are direct paths.
-            Route::Udp(_) => None,
+            Route::Udp(to) => self.datagrams.room(&mut self.udp, to, room),
         }
     }
 
     fn send(&mut self, route: Route, len: usize) {
-        let Route::Relay { region, peer } = route else { return };
+        let (region, peer) = match route {
+            Route::Relay { region, peer } => (region, peer),
+            Route::Udp(_) => return self.datagrams.commit(&mut self.udp, len),
+        };
         let batch = match self.batches.iter_mut().position(|(open, _)| *open == region) {
             Some(at) => at,
             None => {

@@ -124,6 +124,11 @@ impl UdpSockets {
         Ok(Self { v4, v6, counters: UdpCounters::default() })
     }
 
+    /// None at all, until `rebind` succeeds.
+    pub fn unbound() -> Self {
+        Self { v4: None, v6: None, counters: UdpCounters::default() }
+    }
+
     /// Replaces both sockets, preferring their present ports. What waits in the old ones is lost. After a failure there
     /// are none, every send is [`SendError::Unreachable`], and a later call may succeed.
     pub fn rebind(&mut self) -> Result<(), BindError> {
