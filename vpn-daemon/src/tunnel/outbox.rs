@@ -12,7 +12,7 @@ use codervpn_underlay::{SendBatch, SendError, SendGroup, UdpSockets};
 use super::Counters;
 use super::device::PacketDevice;
 
-/// More than any packet or datagram of the engine needs.
+/// More than any packet of the engine needs.
 const ROOM: usize = 2048;
 /// Regions with a batch in the making at the same time. One is the rule; beyond, the first is sent early.
 const OPEN_BATCHES: usize = 8;
@@ -34,7 +34,6 @@ pub(super) struct Outbox<D> {
     /// Regions whose queue asked us to pause reading from the device, and until when we do.
     congested: Vec<(RegionId, Instant)>,
     batches: Vec<(RegionId, SendBatch)>,
-    sealed: Box<[u8; ROOM]>,
     opened: Box<[u8; ROOM]>,
     /// The device is gone.
     lost: Option<io::Error>,
@@ -102,7 +101,6 @@ impl<D: PacketDevice> Outbox<D> {
             },
             congested: Vec::with_capacity(OPEN_BATCHES),
             batches: Vec::with_capacity(OPEN_BATCHES),
-            sealed: Box::new([0; ROOM]),
             opened: Box::new([0; ROOM]),
             lost: None,
         }
@@ -160,7 +158,23 @@ impl<D: PacketDevice> Outbox<D> {
         self.count_write(sent);
     }
 
+    /// Where the batch for `region` stands.
+    fn open_batch(&mut self, region: RegionId) -> usize {
+        if let Some(at) = self.batches.iter().position(|(open, _)| *open == region) {
+            return at;
+        }
+        if self.batches.len() == OPEN_BATCHES {
+            let (region, batch) = self.batches.remove(0);
+            self.hand_over(region, batch);
+        }
+        self.batches.push((region, self.relays.batch()));
+        self.batches.len() - 1
+    }
+
     fn hand_over(&mut self, region: RegionId, batch: SendBatch) {
+        if batch.is_empty() {
+            return;
+        }
         let frames = batch.frames() as u64;
         self.counters.relay_batches += 1;
         match self.relays.send(region, batch) {
@@ -196,30 +210,22 @@ pub(super) fn is_loss(error: &io::Error) -> bool {
 impl<D: PacketDevice> Sink for Outbox<D> {
     fn outgoing(&mut self, route: Route, room: usize) -> Option<&mut [u8]> {
         match route {
-            Route::Relay { .. } => self.sealed.get_mut(..room),
+            Route::Relay { region, peer } => {
+                let batch = self.open_batch(region);
+                self.batches.get_mut(batch)?.1.room(&peer, room)
+            }
             Route::Udp(to) => self.datagrams.room(&mut self.udp, to, room),
         }
     }
 
     fn send(&mut self, route: Route, len: usize) {
-        let (region, peer) = match route {
-            Route::Relay { region, peer } => (region, peer),
+        let region = match route {
+            Route::Relay { region, .. } => region,
             Route::Udp(_) => return self.datagrams.commit(&mut self.udp, len),
         };
-        let batch = match self.batches.iter_mut().position(|(open, _)| *open == region) {
-            Some(at) => at,
-            None => {
-                if self.batches.len() == OPEN_BATCHES {
-                    let (region, batch) = self.batches.remove(0);
-                    self.hand_over(region, batch);
-                }
-                self.batches.push((region, self.relays.batch()));
-                self.batches.len() - 1
-            }
-        };
+        let batch = self.open_batch(region);
         let Some((_, open)) = self.batches.get_mut(batch) else { return };
-        // The engine never commits more than it was given room for.
-        open.push(&peer, self.sealed.get(..len).unwrap_or_default());
+        open.commit(len);
         if open.is_full() {
             let (region, batch) = self.batches.swap_remove(batch);
             self.hand_over(region, batch);

@@ -10,7 +10,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use codervpn_wire::derp::{self, HEADER_LEN, MAX_PACKET_LEN, PACKET_HEADER_LEN, kind};
+use codervpn_wire::derp::{HEADER_LEN, MAX_PACKET_LEN, PACKET_HEADER_LEN, kind};
 use codervpn_wire::derp_map::RegionId;
 use codervpn_wire::keys::{KEY_LEN, NodePublic};
 
@@ -50,17 +50,24 @@ impl Pool {
         Pool { free: Mutex::new(Vec::with_capacity(keep)), capacity, keep }
     }
 
+    /// An empty buffer.
     pub(crate) fn take(&self) -> Vec<u8> {
+        let mut buffer = self.take_used();
+        buffer.clear();
+        buffer
+    }
+
+    /// A buffer with whatever its last user left in it, since clearing it only to fill it with zeros again costs time.
+    fn take_used(&self) -> Vec<u8> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.pop().unwrap_or_else(|| Vec::with_capacity(self.capacity))
     }
 
-    fn give(&self, mut buffer: Vec<u8>) {
+    fn give(&self, buffer: Vec<u8>) {
         // Grown buffers are odd ones; empty ones were taken apart.
         if buffer.capacity() < self.capacity || buffer.capacity() > 2 * self.capacity {
             return;
         }
-        buffer.clear();
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         if free.len() < self.keep {
             free.push(buffer);
@@ -71,31 +78,51 @@ impl Pool {
 /// Packets for peers behind one relay, already framed. Returns to its pool
 /// when dropped.
 pub struct SendBatch {
+    /// Frames, then whatever was there before.
     buffer: Vec<u8>,
+    used: usize,
     frames: usize,
     pool: Arc<Pool>,
 }
 
 impl SendBatch {
     pub(crate) fn new(pool: &Arc<Pool>) -> SendBatch {
-        SendBatch { buffer: pool.take(), frames: 0, pool: pool.clone() }
+        SendBatch { buffer: pool.take_used(), used: 0, frames: 0, pool: pool.clone() }
+    }
+
+    /// Room behind the frames for one packet to `to`, to be written in place.
+    /// `None` for more than a relay takes. Only `commit` makes it a frame.
+    pub fn room(&mut self, to: &NodePublic, room: usize) -> Option<&mut [u8]> {
+        if room > MAX_PACKET_LEN {
+            return None;
+        }
+        let end = self.used + PACKET_HEADER_LEN + room;
+        if self.buffer.len() < end {
+            self.buffer.resize(end, 0);
+        }
+        let (header, packet) = self.buffer.get_mut(self.used..end)?.split_at_mut(PACKET_HEADER_LEN);
+        header.get_mut(HEADER_LEN..)?.copy_from_slice(to.as_bytes());
+        Some(packet)
+    }
+
+    /// The first `len` bytes of the last room are a packet. Empty ones, which
+    /// no relay takes, are left out.
+    pub fn commit(&mut self, len: usize) {
+        let frame = self.buffer.get_mut(self.used..self.used + PACKET_HEADER_LEN + len);
+        let Some(head) = frame.and_then(|frame| frame.first_chunk_mut()) else { return };
+        if len > 0 {
+            *head = FrameHead { kind: kind::SEND_PACKET, length: KEY_LEN + len }.bytes();
+            self.used += PACKET_HEADER_LEN + len;
+            self.frames += 1;
+        }
     }
 
     /// Appends one packet. Packets that no relay would take (empty or longer
     /// than [`MAX_PACKET_LEN`]) are left out.
     pub fn push(&mut self, to: &NodePublic, packet: &[u8]) {
-        if !packet.is_empty() && derp::write_send_packet(&mut self.buffer, to, packet).is_ok() {
-            self.frames += 1;
-        }
-    }
-
-    /// Appends one packet that `fill` writes into a slot of `room` bytes; it
-    /// returns the length it used, or `None` to append nothing.
-    pub fn push_with(&mut self, to: &NodePublic, room: usize, fill: impl FnOnce(&mut [u8]) -> Option<usize>) {
-        let room = room.min(MAX_PACKET_LEN);
-        let fill = |slot: &mut [u8]| fill(slot).filter(|used| *used > 0);
-        if let Ok(true) = derp::write_send_packet_with(&mut self.buffer, to, room, fill) {
-            self.frames += 1;
+        if let Some(room) = self.room(to, packet.len()) {
+            room.copy_from_slice(packet);
+            self.commit(packet.len());
         }
     }
 
@@ -105,7 +132,7 @@ impl SendBatch {
 
     /// Bytes on the wire.
     pub fn len(&self) -> usize {
-        self.buffer.len()
+        self.used
     }
 
     pub fn is_empty(&self) -> bool {
@@ -114,11 +141,11 @@ impl SendBatch {
 
     /// Large enough that waiting for more gains nothing.
     pub fn is_full(&self) -> bool {
-        self.buffer.len() >= FULL
+        self.used >= FULL
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        &self.buffer
+        self.buffer.get(..self.used).unwrap_or_default()
     }
 }
 
@@ -237,6 +264,12 @@ impl FrameHead {
         Some(FrameHead { kind, length: u32::from_be_bytes(length) as usize })
     }
 
+    fn bytes(self) -> [u8; HEADER_LEN] {
+        // Lengths here are those of packets.
+        let [a, b, c, d] = (self.length as u32).to_be_bytes();
+        [self.kind, a, b, c, d]
+    }
+
     /// A packet with a whole source key in front of it.
     #[inline]
     pub(crate) fn is_packet(self) -> bool {
@@ -259,12 +292,13 @@ mod tests {
         batch.push(&key(7), b"abc");
         batch.push(&key(8), b"");
         batch.push(&key(8), &vec![0; MAX_PACKET_LEN + 1]);
-        batch.push_with(&key(9), 10, |slot| {
-            slot[..2].copy_from_slice(b"xy");
-            Some(2)
-        });
-        batch.push_with(&key(9), 10, |_| None);
-        assert_eq!(batch.frames(), 2);
+        batch.room(&key(8), 10).unwrap().fill(8);
+        batch.room(&key(9), 10).unwrap()[..2].copy_from_slice(b"xy");
+        batch.commit(2);
+        batch.room(&key(9), 10).unwrap().fill(8);
+        batch.commit(0);
+        assert!(batch.room(&key(9), MAX_PACKET_LEN + 1).is_none());
+        assert_eq!((batch.frames(), batch.len()), (2, 79));
         let mut wanted = vec![4, 0, 0, 0, 35];
         wanted.extend([7; 32]);
         wanted.extend(b"abc");
@@ -277,10 +311,14 @@ mod tests {
     #[test]
     fn buffers_return_to_the_pool() {
         let pool = Pool::for_sending();
-        let batch = SendBatch::new(&pool);
+        let mut batch = SendBatch::new(&pool);
+        batch.push(&key(7), b"abc");
         let address = batch.buffer.as_ptr();
         drop(batch);
-        assert_eq!(SendBatch::new(&pool).buffer.as_ptr(), address);
+        let batch = SendBatch::new(&pool);
+        assert_eq!((batch.buffer.as_ptr(), batch.bytes()), (address, &[][..]));
+        drop(batch);
+        assert!(pool.take().is_empty());
     }
 
     /// Nothing from outside can panic: any bytes make an iterator that ends.

@@ -30,6 +30,10 @@ use crate::tls::TlsParameters;
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 /// TCP to one address of a node (data plane 2.6).
 const PER_ADDRESS: Duration = Duration::from_millis(1500);
+/// Bytes the kernel may hold unsent: two batches, so that one is there while
+/// we are woken to bring the next. More would only be delay, in a queue that
+/// nobody can look into (fast path, relay-shaped part).
+const UNSENT: u32 = 128 * 1024;
 /// Body kept of a refused upgrade (data plane 2.4, T-21).
 const REASON_LIMIT: usize = 512;
 
@@ -222,5 +226,6 @@ async fn greet(mut stream: Connection, mut received: Vec<u8>, key: &NodePrivate)
     let shared = write_client_info(&mut out, key, &server, &nonce).map_err(GreetingError::Key)?;
     stream.write_all(&out).await?;
     stream.flush().await?;
+    stream.limit_unsent(UNSENT);
     Ok(Greeted { stream, received, shared })
 }

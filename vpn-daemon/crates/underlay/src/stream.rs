@@ -56,6 +56,16 @@ impl Connection {
         self.tcp().peer_addr().ok()
     }
 
+    /// Has the kernel take no more once so much waits to be sent, so that the rest waits where it can be bounded by time
+    /// or dropped. What is on its way unacknowledged does not count: the throughput does not suffer.
+    pub(crate) fn limit_unsent(&self, bytes: u32) {
+        #[cfg(any(target_os = "linux", target_os = "android"))]
+        // Without it there is only more delay.
+        let _ = socket2::SockRef::from(self.tcp()).set_tcp_notsent_lowat(bytes);
+        #[cfg(not(any(target_os = "linux", target_os = "android")))]
+        let _ = bytes;
+    }
+
     /// Whether TLS chose HTTP/2, with which no upgrade is possible.
     pub(crate) fn chose_http2(&self) -> bool {
         match &self.inner {

@@ -124,10 +124,8 @@ async fn a_batch_is_one_write_and_arrives_in_order() {
     let before = a.relays.status().remove(0).counters;
     let mut batch = a.relays.batch();
     for number in 0..50u8 {
-        batch.push_with(&a.key, 1400, |slot| {
-            slot[..1300].fill(number);
-            Some(1300)
-        });
+        batch.room(&a.key, 1400).unwrap()[..1300].fill(number);
+        batch.commit(1300);
     }
     a.relays.send(region(1), batch);
     let mut numbers = Vec::new();
