@@ -29,9 +29,15 @@ const QUEUE_BYTES: usize = 1024 * 1024;
 const QUEUE_FRAMES: usize = 4096;
 /// Above this the sender is asked to pause ([`Sent::Congested`]): the rest of
 /// the delay belongs into the TUN's queue (fast path, relay-shaped part).
+/// Below half of it it may go on.
 const HIGH_WATER: usize = 256 * 1024;
-/// Below this it may go on.
-const LOW_WATER: usize = 128 * 1024;
+/// What waits is bounded by time, too: a connection that carries less than
+/// 13 MB/s is congested earlier, when so much time is in the queue, ...
+const DELAY: Duration = Duration::from_millis(20);
+/// ... but not by a single small batch, ...
+const LEAST_WATER: usize = 32 * 1024;
+/// ... and drops beyond so many times that, when the sender does not pause.
+const PATIENCE: usize = 4;
 /// Packets older than this are not worth sending: their sender has repeated
 /// them. Long enough for the packets that wait for the first connect.
 const STALE: Duration = Duration::from_secs(3);
@@ -147,6 +153,63 @@ struct Outbox {
     bytes: usize,
     frames: usize,
     congested: bool,
+    pace: Pace,
+}
+
+impl Outbox {
+    /// Above which the sender is asked to pause.
+    fn high_water(&self) -> usize {
+        self.pace.bytes_in(DELAY).map_or(HIGH_WATER, |bytes| bytes.clamp(LEAST_WATER, HIGH_WATER))
+    }
+
+    /// Above which batches are dropped.
+    fn limit(&self) -> usize {
+        match self.pace.rate {
+            Some(_) => (self.high_water() * PATIENCE).min(QUEUE_BYTES),
+            None => QUEUE_BYTES,
+        }
+    }
+}
+
+/// How fast the connection takes what is queued, measured while something is.
+#[derive(Default)]
+struct Pace {
+    /// Bytes a second; unknown until a connection was busy for a while.
+    rate: Option<f64>,
+    /// Since when it has been busy, and what it took since.
+    since: Option<Instant>,
+    taken: usize,
+}
+
+impl Pace {
+    /// Shorter than this the kernel's buffer is measured, not the connection.
+    const WINDOW: Duration = Duration::from_millis(100);
+
+    fn begin(&mut self, now: Instant) {
+        self.since = Some(now);
+        self.taken = 0;
+    }
+
+    fn took(&mut self, bytes: usize, now: Instant) {
+        let Some(since) = self.since else { return };
+        self.taken += bytes;
+        let busy = now.duration_since(since);
+        if busy >= Self::WINDOW {
+            self.rate = Some(self.taken as f64 / busy.as_secs_f64());
+            self.begin(now);
+        }
+    }
+
+    /// Everything is taken. That may have been too fast for a measurement, but what was known may be too little now.
+    fn emptied(&mut self, now: Instant) {
+        let Some(since) = self.since.take() else { return };
+        let fast = self.taken as f64 / now.duration_since(since).as_secs_f64().max(1e-6);
+        self.rate = self.rate.filter(|rate| *rate > fast);
+    }
+
+    fn bytes_in(&self, time: Duration) -> Option<usize> {
+        self.rate.map(|rate| (rate * time.as_secs_f64()) as usize)
+    }
 }
 
 pub(crate) struct Queued {
@@ -210,7 +273,12 @@ impl RegionState {
         let connected = self.connected.load(Relaxed);
         let mut outbox = lock(&self.outbox);
         let frames = batch.frames();
-        if outbox.bytes + batch.len() > QUEUE_BYTES || outbox.frames + frames > QUEUE_FRAMES {
+        if outbox.bytes == 0 {
+            outbox.pace.begin(Instant::now());
+        }
+        // One batch is always taken, however slow the connection.
+        let full = outbox.bytes > 0 && outbox.bytes + batch.len() > outbox.limit();
+        if full || outbox.frames + frames > QUEUE_FRAMES {
             drop(outbox);
             self.counters.dropped_packets.fetch_add(frames as u64, Relaxed);
             return Sent::Dropped;
@@ -219,7 +287,7 @@ impl RegionState {
         outbox.frames += frames;
         outbox.queue.push_back(Queued { batch, since: Instant::now() });
         // Waiting for a connection is no congestion: others may be sent to.
-        outbox.congested |= connected && outbox.bytes > HIGH_WATER;
+        outbox.congested |= connected && outbox.bytes > outbox.high_water();
         let congested = outbox.congested;
         drop(outbox);
         self.waker.wake();
@@ -246,10 +314,15 @@ impl RegionState {
 
     /// A batch left `writing`, sent or not.
     pub(crate) fn finished(&self, batch: &SendBatch) {
+        let now = Instant::now();
         let mut outbox = lock(&self.outbox);
+        outbox.pace.took(batch.len(), now);
         outbox.bytes -= batch.len();
         outbox.frames -= batch.frames();
-        let drained = outbox.congested && outbox.bytes < LOW_WATER;
+        if outbox.bytes == 0 {
+            outbox.pace.emptied(now);
+        }
+        let drained = outbox.congested && outbox.bytes < outbox.high_water() / 2;
         if drained {
             outbox.congested = false;
         }
@@ -261,7 +334,11 @@ impl RegionState {
 
     /// After a connection ended nobody shall wait for it to drain.
     pub(crate) fn end_congestion(&self) {
-        let congested = std::mem::take(&mut lock(&self.outbox).congested);
+        let mut outbox = lock(&self.outbox);
+        // The next connection may be another way.
+        outbox.pace = Pace::default();
+        let congested = std::mem::take(&mut outbox.congested);
+        drop(outbox);
         if congested {
             self.tell(RelayEvent::Drained { region: self.id() });
         }
@@ -387,5 +464,54 @@ mod tests {
         state.finished(&writing[0].batch);
         let outbox = lock(&state.outbox);
         assert_eq!((outbox.bytes, outbox.frames), (0, 0));
+    }
+
+    /// Fast path, relay-shaped part: a slow connection is congested by what it needs 20 ms for, a fast one by 256 KiB.
+    #[tokio::test(start_paused = true)]
+    async fn what_waits_is_bounded_by_time() {
+        let state = state();
+        state.connected.store(true, Relaxed);
+        let mut large = SendBatch::new(&state.shared.send_pool);
+        for _ in 0..40 {
+            large.push(&NodePublic::from_wire([1; 32]), &[0; 1280]);
+        }
+        let bytes = large.len();
+        let again = || {
+            let mut batch = SendBatch::new(&state.shared.send_pool);
+            for _ in 0..40 {
+                batch.push(&NodePublic::from_wire([1; 32]), &[0; 1280]);
+            }
+            batch
+        };
+        // Nothing is known: four batches are no congestion, a fifth is.
+        assert_eq!(state.send(large), Sent::Queued);
+        let mut sent = 1;
+        while state.send(again()) == Sent::Queued {
+            sent += 1;
+        }
+        assert_eq!(sent, HIGH_WATER / bytes);
+        // It takes a batch every 20 ms.
+        let mut writing = VecDeque::new();
+        state.take_queued(&mut writing, 8);
+        while let Some(queued) = writing.pop_front() {
+            tokio::time::advance(Duration::from_millis(20)).await;
+            state.finished(&queued.batch);
+        }
+        assert!(lock(&state.outbox).pace.rate.is_some());
+        assert_eq!(state.shared.inbox.pop().0.map(|_| ()), Some(()), "drained");
+        assert_eq!(state.send(again()), Sent::Queued);
+        assert_eq!(state.send(again()), Sent::Congested);
+        let more = std::iter::repeat_with(|| state.send(again())).take_while(|sent| *sent == Sent::Congested).count();
+        assert_eq!(2 + more, PATIENCE);
+        // It has become faster.
+        state.take_queued(&mut writing, 8);
+        while let Some(queued) = writing.pop_front() {
+            state.finished(&queued.batch);
+        }
+        assert_eq!(state.send(again()), Sent::Queued);
+        assert_eq!(lock(&state.outbox).high_water(), HIGH_WATER);
+        // A new connection starts anew.
+        state.end_congestion();
+        assert_ne!(state.send(again()), Sent::Dropped);
     }
 }
