@@ -11,16 +11,17 @@ mod pings;
 mod view;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
-use codervpn_control::{ControlEvent, Handle, WorkspaceUpdate};
-use codervpn_engine::{self as engine, RelayLatency};
+use codervpn_control::{Api, ApiError, ConnectionSettings, ControlEvent, Handle, WorkspaceUpdate};
+use codervpn_engine as engine;
 use codervpn_proto::ext::{ControlState, FailureCode};
 use codervpn_proto::vpn::StartProgressStage;
 use codervpn_underlay::Relays;
 use codervpn_wire::derp_map::DerpMap;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
 
@@ -29,7 +30,7 @@ use crate::daemon::Progress;
 use crate::failure::Failure;
 use crate::forwarder::Forwarder;
 use crate::parameters::Parameters;
-use crate::party;
+use crate::party::{self, Survey};
 use crate::status::Status;
 use crate::tunnel::{Tunnel, TunnelEvent};
 use crate::workspaces::Workspaces;
@@ -79,8 +80,9 @@ pub enum Request {
         target: PingTarget,
         reply: oneshot::Sender<Result<PingAnswer, Failure>>,
     },
-    /// Look at once whether the machine's resolver still has our settings.
-    CheckResolver,
+    /// The configuration was read again: what of it can change while we run does so now, and the machine's resolver is
+    /// looked at.
+    Reloaded,
     Diagnostics {
         reply: oneshot::Sender<codervpn_proto::ext::DiagnosticsReply>,
     },
@@ -164,8 +166,13 @@ struct Deployment {
     names: Names,
     view: View,
     pings: Pings,
-    /// Measurements of relays; ends with us.
-    work: JoinSet<Vec<RelayLatency>>,
+    /// Relays and STUN servers.
+    survey: Survey,
+    /// Whether packets may go to agents directly, as the engine was told.
+    direct: engine::Direct,
+    api: Arc<Api>,
+    /// The deployment's settings, being asked for again after a reconnect: an administrator may have changed them.
+    settings: JoinSet<Result<ConnectionSettings, ApiError>>,
     /// Lookups for other programs.
     forwarder: Forwarder,
     map: DerpMap,
@@ -179,8 +186,6 @@ impl Deployment {
     async fn run(&mut self) -> End {
         let mut tick = interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut probe = interval(party::PROBE_EVERY);
-        probe.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let refresh = self.refresh;
             tokio::select! {
@@ -197,13 +202,11 @@ impl Deployment {
                     None => return End::Failed(data_thread_ended()),
                 },
                 Some(request) = self.requests.recv() => self.take_request(request).await,
-                Some(done) = self.work.join_next(), if !self.work.is_empty() => {
-                    if let Ok(latencies) = done {
-                        let _ = self.tunnel.handle().apply(vec![engine::Command::RelayLatencies(latencies)]).await;
-                    }
+                command = self.survey.found() => {
+                    let _ = self.tunnel.handle().apply(vec![command]).await;
                 }
+                Some(done) = self.settings.join_next(), if !self.settings.is_empty() => self.take_settings(done).await,
                 () = self.names.changed() => self.show().await,
-                _ = probe.tick() => self.measure_relays(),
                 _ = tick.tick() => self.show().await,
                 () = sleep_until(refresh.unwrap_or_else(Instant::now)), if refresh.is_some() => self.show().await,
             }
@@ -216,7 +219,11 @@ impl Deployment {
             ControlEvent::Connecting { .. } => return None,
             ControlEvent::Connected { server_version } => {
                 tracing::info!("control connection up");
-                self.view.connected(server_version);
+                if self.view.connected(server_version) {
+                    let api = self.api.clone();
+                    self.settings.abort_all();
+                    self.settings.spawn(async move { api.connection_settings().await });
+                }
                 self.report_start(Ok(()));
             }
             ControlEvent::Lost { reason, retry_in, signed_out } => {
@@ -254,9 +261,34 @@ impl Deployment {
 
     async fn take_map(&mut self, map: DerpMap) {
         self.relays.set_map(&map);
+        self.survey.set_map(&map);
         self.map = map.clone();
         let _ = self.tunnel.handle().apply(vec![engine::Command::DerpMap(map)]).await;
-        self.measure_relays();
+    }
+
+    async fn take_settings(&mut self, settings: Result<Result<ConnectionSettings, ApiError>, JoinError>) {
+        match settings {
+            Ok(Ok(settings)) => {
+                self.known.settings.disable_direct_connections = settings.disable_direct_connections;
+                self.decide_direct().await;
+            }
+            Ok(Err(error)) => tracing::debug!(%error, "the deployment's settings stay as they were"),
+            // Replaced by a newer question.
+            Err(_) => {}
+        }
+    }
+
+    /// The user and the deployment both have to allow direct paths; either may change its mind while we run.
+    async fn decide_direct(&mut self) {
+        let direct = bring_up::direct(&self.context.config.load(), &self.known.settings);
+        if self.direct == direct {
+            return;
+        }
+        tracing::info!(?direct, "direct connections");
+        self.direct = direct;
+        self.survey.set_direct(direct == engine::Direct::Allowed);
+        let _ = self.tunnel.handle().apply(vec![engine::Command::Direct(direct)]).await;
+        self.refresh_soon();
     }
 
     /// The order matters (design: workspace update): an agent is known to the engine before its name exists, so that a
@@ -294,7 +326,7 @@ impl Deployment {
                 }
             }
             TunnelEvent::PeerChanged(_) => self.refresh_soon(),
-            TunnelEvent::MeasureRelays => self.measure_relays(),
+            TunnelEvent::MeasureRelays => self.survey.begin(),
             TunnelEvent::PingDone { id, result } => {
                 self.pings.done(id, result, &self.map);
                 self.refresh_soon();
@@ -313,18 +345,16 @@ impl Deployment {
                 let Some(id) = self.pings.ask(&target, reply, &self.workspaces, &self.names) else { return };
                 let _ = self.tunnel.handle().apply(vec![engine::Command::Ping(id)]).await;
             }
-            Request::CheckResolver => self.names.check(),
+            Request::Reloaded => {
+                self.names.check();
+                self.decide_direct().await;
+            }
             Request::Diagnostics { reply } => {
                 if let Ok(snapshot) = self.tunnel.handle().snapshot().await {
                     let _ = reply.send(view::diagnostics(&snapshot, &self.relays));
                 }
             }
         }
-    }
-
-    /// Measures the latency of every relay, beside everything else.
-    fn measure_relays(&mut self) {
-        self.work.spawn(party::measure(self.relays.clone()));
     }
 
     fn refresh_soon(&mut self) {
@@ -366,7 +396,8 @@ impl Deployment {
         };
         tokio::join!(leave, self.names.close(LEAVE_LIMIT));
         self.routes.close(ROUTES_LIMIT).await;
-        self.work.abort_all();
+        self.survey.close();
+        self.settings.abort_all();
         self.relays.close();
         if tokio::time::timeout(DEVICE_LIMIT, self.tunnel.stop()).await.is_err() {
             tracing::error!("the data thread does not end");

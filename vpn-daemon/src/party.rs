@@ -1,19 +1,25 @@
 //! What every party of a tunnel does in the same way, the daemon as well as the testbed's workspace agent: pass on what the
-//! coordinator says, measure relays, leave.
+//! coordinator says, look at the network when the engine asks for it, leave.
 
-use std::time::Duration;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
 
 use codervpn_control::{ControlEvent, Handle, PeerUpdate, PeerUpdateKind};
-use codervpn_engine::{self as engine, RelayLatency};
-use codervpn_underlay::Relays;
+use codervpn_engine::{self as engine, RelayLatency, StunServer};
+use codervpn_underlay::{Dialer, Relays, stun_servers};
+use codervpn_wire::derp_map::{DerpMap, RegionId};
 use codervpn_wire::node::Family;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-/// Latencies of the relays are measured so often.
-pub const PROBE_EVERY: Duration = Duration::from_secs(30);
 /// Longest measurement.
 const PROBE_LIMIT: Duration = Duration::from_secs(3);
+/// A name that takes longer misses the run that asked for it (`data-plane.md` 3.3: two seconds).
+const RESOLVE_LIMIT: Duration = Duration::from_millis(1500);
+/// Names are asked for again after this long, and at once in another network: reports come every 20 s, and a name that
+/// moves is found again soon enough.
+const RESOLVED_FOR: Duration = Duration::from_secs(300);
 
 /// The engine's words for the coordinator's.
 pub fn commands_of(updates: Vec<PeerUpdate>) -> Vec<engine::Command> {
@@ -26,8 +32,134 @@ pub fn commands_of(updates: Vec<PeerUpdate>) -> Vec<engine::Command> {
     updates.into_iter().map(command).collect()
 }
 
+/// The slow half of a net report: latencies of the relays by HTTP, and where the STUN servers are. Both take their time
+/// beside everything else and are told to the engine as they come.
+pub struct Survey {
+    relays: Relays,
+    dialer: Dialer,
+    map: DerpMap,
+    /// STUN is not used, so nobody's name is asked for (T-54).
+    without_stun: bool,
+    resolved: Option<Resolved>,
+    work: JoinSet<Found>,
+    /// Counts maps and networks: what was asked for another is not kept.
+    epoch: u64,
+}
+
+struct Resolved {
+    at: Instant,
+    servers: Vec<StunServer>,
+}
+
+enum Found {
+    Latencies(Vec<RelayLatency>),
+    /// `asked`: by DNS just now, not remembered.
+    Servers {
+        epoch: u64,
+        servers: Vec<StunServer>,
+        asked: bool,
+    },
+}
+
+impl Survey {
+    pub fn new(relays: Relays, dialer: Dialer) -> Self {
+        Self {
+            relays,
+            dialer,
+            map: DerpMap::default(),
+            without_stun: false,
+            resolved: None,
+            work: JoinSet::new(),
+            epoch: 0,
+        }
+    }
+
+    /// To be said before the engine learns the map.
+    pub fn set_map(&mut self, map: &DerpMap) {
+        if self.map != *map {
+            self.map = map.clone();
+            self.forget();
+        }
+    }
+
+    /// Whether direct paths are allowed.
+    pub fn set_direct(&mut self, allowed: bool) {
+        self.without_stun = !allowed;
+    }
+
+    /// The machine is in another network, where names may mean other addresses.
+    pub fn network_changed(&mut self) {
+        self.forget();
+    }
+
+    fn forget(&mut self) {
+        self.resolved = None;
+        self.epoch += 1;
+    }
+
+    /// Whether the deployment's relays offer STUN at all.
+    pub fn has_stun(&self) -> bool {
+        self.map.regions.values().flat_map(|region| &region.nodes).any(|node| node.stun_port.is_some())
+    }
+
+    /// A net report begins.
+    pub fn begin(&mut self) {
+        self.work.spawn({
+            let relays = self.relays.clone();
+            async move { Found::Latencies(measure(relays).await) }
+        });
+        if self.without_stun {
+            return;
+        }
+        let epoch = self.epoch;
+        let still_true = self.resolved.as_ref().filter(|resolved| resolved.at.elapsed() < RESOLVED_FOR);
+        if let Some(resolved) = still_true {
+            let servers = resolved.servers.clone();
+            self.work.spawn(async move { Found::Servers { epoch, servers, asked: false } });
+            return;
+        }
+        let (dialer, map) = (self.dialer.clone(), self.map.clone());
+        self.work.spawn(async move {
+            let found = stun_servers(&dialer, &map, RESOLVE_LIMIT).await;
+            let server = |(region, address): (RegionId, SocketAddr)| StunServer { region, address };
+            Found::Servers { epoch, servers: found.into_iter().map(server).collect(), asked: true }
+        });
+    }
+
+    /// What the engine is to be told next; never comes while nothing is under way. May be dropped and called again.
+    pub async fn found(&mut self) -> engine::Command {
+        loop {
+            match self.work.join_next().await {
+                Some(Ok(Found::Latencies(latencies))) => return engine::Command::RelayLatencies(latencies),
+                Some(Ok(Found::Servers { epoch, servers, asked })) => {
+                    if epoch != self.epoch {
+                        continue;
+                    }
+                    let servers = match &self.resolved {
+                        // Name servers that fail for a while do not undo what they said.
+                        Some(known) if servers.is_empty() => known.servers.clone(),
+                        _ => servers,
+                    };
+                    if asked && !servers.is_empty() {
+                        self.resolved = Some(Resolved { at: Instant::now(), servers: servers.clone() });
+                    }
+                    return engine::Command::StunServers(servers);
+                }
+                // Only what we ended ourselves, or a fault of ours that has been reported.
+                Some(Err(_)) => {}
+                None => std::future::pending().await,
+            }
+        }
+    }
+
+    /// Ends what is under way.
+    pub fn close(&mut self) {
+        self.work.abort_all();
+    }
+}
+
 /// Latencies of the relays that answer.
-pub async fn measure(relays: Relays) -> Vec<RelayLatency> {
+async fn measure(relays: Relays) -> Vec<RelayLatency> {
     let latency = |(region, answer)| match answer {
         Ok(codervpn_underlay::RegionLatency { latency, address }) => {
             let family = if address.is_ipv4() { Family::V4 } else { Family::V6 };

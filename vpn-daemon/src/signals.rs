@@ -52,7 +52,7 @@ async fn answer(mut hang_up: Signal, mut dump: Signal, reload: Reload, daemon: D
             _ = hang_up.recv() => {
                 supervisor::tell_reloading();
                 read_again(&reload);
-                let _ = daemon.send(Request::Deployment(deployment::Request::CheckResolver)).await;
+                let _ = daemon.send(Request::Deployment(deployment::Request::Reloaded)).await;
                 supervisor::tell_ready();
             }
             _ = dump.recv() => tracing::info!(status = ?*daemon.status.borrow(), "state"),
@@ -68,7 +68,7 @@ fn read_again(reload: &Reload) {
     match read {
         Ok(config) => {
             reload.config.store(config.into());
-            tracing::info!("configuration read again; the next start uses it");
+            tracing::info!("configuration read again: `paths` applies at once, the rest at the next start");
         }
         Err(error) => tracing::error!("the configuration stays as it was: {error:#}"),
     }

@@ -8,11 +8,10 @@ use codervpn_engine as engine;
 use codervpn_underlay::Relays;
 use codervpn_wire::derp_map::RegionId;
 use tokio::sync::{mpsc, watch};
-use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::interval;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
-use vpn_daemon::party;
+use vpn_daemon::party::{self, Survey};
 use vpn_daemon::tunnel::{Tunnel, TunnelEvent};
 
 /// While the relay is being connected it is looked at so often.
@@ -26,6 +25,7 @@ pub(super) struct Parts {
     pub(super) tunnel: Tunnel,
     pub(super) tunnel_events: mpsc::Receiver<TunnelEvent>,
     pub(super) relays: Relays,
+    pub(super) survey: Survey,
     pub(super) progress: watch::Sender<Progress>,
     /// Peers programmed before our own node was published. Told then: said earlier it would reach them before our key,
     /// and a new key voids what was said before it (CC-33).
@@ -50,30 +50,20 @@ impl Progress {
 }
 
 pub(super) async fn run(mut parts: Parts, leave: CancellationToken) {
-    let mut probe = interval(party::PROBE_EVERY);
-    probe.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut look = interval(LOOK);
-    let mut probes = JoinSet::new();
     loop {
         tokio::select! {
             () = leave.cancelled() => break,
             event = parts.control_events.recv() => match event {
-                Some(event) => {
-                    if parts.take_control_event(event).await {
-                        drop(probes.spawn(party::measure(parts.relays.clone())));
-                    }
-                }
+                Some(event) => parts.take_control_event(event).await,
                 None => return,
             },
             event = parts.tunnel_events.recv() => match event {
                 Some(event) => parts.take_tunnel_event(event).await,
                 None => return,
             },
-            _ = probe.tick() => drop(probes.spawn(party::measure(parts.relays.clone()))),
-            Some(done) = probes.join_next(), if !probes.is_empty() => {
-                if let Ok(latencies) = done {
-                    let _ = parts.tunnel.handle().apply(vec![engine::Command::RelayLatencies(latencies)]).await;
-                }
+            command = parts.survey.found() => {
+                let _ = parts.tunnel.handle().apply(vec![command]).await;
             }
             _ = look.tick(), if !parts.progress.borrow().on_relay => parts.look_at_relay(),
         }
@@ -85,19 +75,18 @@ pub(super) async fn run(mut parts: Parts, leave: CancellationToken) {
 }
 
 impl Parts {
-    /// True when there is a new map.
-    async fn take_control_event(&mut self, event: ControlEvent) -> bool {
+    async fn take_control_event(&mut self, event: ControlEvent) {
         let commands = match event {
             ControlEvent::PeerUpdates(updates) => party::commands_of(updates),
             ControlEvent::AllPeersLost => vec![engine::Command::AllLost],
             ControlEvent::DerpMap(map) => {
                 self.relays.set_map(&map);
-                let _ = self.tunnel.handle().apply(vec![engine::Command::DerpMap(map)]).await;
-                return true;
+                self.survey.set_map(&map);
+                vec![engine::Command::DerpMap(map)]
             }
             ControlEvent::Connected { .. } => {
                 self.progress.send_modify(|progress| progress.connected = true);
-                return false;
+                return;
             }
             ControlEvent::Lost { reason, .. } => {
                 tracing::debug!(reason, "agent lost its control connection");
@@ -105,22 +94,21 @@ impl Parts {
                     progress.connected = false;
                     progress.trouble = reason;
                 });
-                return false;
+                return;
             }
             ControlEvent::Refused { error } => {
                 tracing::warn!(%error, "agent refused");
                 self.progress.send_modify(|progress| progress.trouble = error.to_string());
-                return false;
+                return;
             }
             ControlEvent::CoordinatorError(text) => {
                 tracing::warn!(text, "the coordinator complains about an agent");
                 self.progress.send_modify(|progress| progress.trouble = text);
-                return false;
+                return;
             }
-            ControlEvent::Connecting { .. } | ControlEvent::Workspaces(_) => return false,
+            ControlEvent::Connecting { .. } | ControlEvent::Workspaces(_) => return,
         };
         let _ = self.tunnel.handle().apply(commands).await;
-        false
     }
 
     async fn take_tunnel_event(&mut self, event: TunnelEvent) {
@@ -146,11 +134,8 @@ impl Parts {
                 let _ = self.control.ready_for_handshake([id]).await;
             }
             TunnelEvent::DeviceLost(reason) => tracing::error!(reason, "an agent's device is gone"),
-            TunnelEvent::PeerChanged(_)
-            | TunnelEvent::PingDone { .. }
-            | TunnelEvent::Forward(_)
-            // Measured by a clock of our own.
-            | TunnelEvent::MeasureRelays => {}
+            TunnelEvent::MeasureRelays => self.survey.begin(),
+            TunnelEvent::PeerChanged(_) | TunnelEvent::PingDone { .. } | TunnelEvent::Forward(_) => {}
         }
     }
 

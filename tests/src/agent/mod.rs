@@ -29,6 +29,7 @@ use tokio::task;
 use tokio_util::sync::CancellationToken;
 use url::Url;
 use uuid::Uuid;
+use vpn_daemon::party::Survey;
 use vpn_daemon::tunnel::{Snapshot, Tunnel, TunnelHandle, Wake};
 
 use ::http as http_header;
@@ -94,6 +95,7 @@ impl WorkspaceAgent {
             Tunnel::start(device, engine, None, relays.clone(), wake).context("cannot start the data loop")?;
         let handle = tunnel.handle().clone();
 
+        let survey = Survey::new(relays.clone(), dialer.clone());
         let api = Arc::new(Api::new(deployment.clone(), options.token, dialer));
         let role = ControllerRole::Agent;
         let crash = Crash::default();
@@ -104,8 +106,16 @@ impl WorkspaceAgent {
 
         let leave = CancellationToken::new();
         let (progress, progress_watch) = watch::channel(Progress::default());
-        let parts =
-            control::Parts { control, control_events, tunnel, tunnel_events, relays, progress, programmed: Vec::new() };
+        let parts = control::Parts {
+            control,
+            control_events,
+            tunnel,
+            tunnel_events,
+            relays,
+            survey,
+            progress,
+            programmed: Vec::new(),
+        };
         let task = tokio::spawn(control::run(parts, leave.clone()));
         Ok(Self {
             id: options.id,

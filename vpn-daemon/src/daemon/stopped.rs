@@ -54,6 +54,6 @@ pub(super) fn refuse(request: deployment::Request) {
             let _ = reply.send(Err(failure));
         }
         // Dropping the reply says that there is nothing to diagnose.
-        deployment::Request::Diagnostics { .. } | deployment::Request::CheckResolver => {}
+        deployment::Request::Diagnostics { .. } | deployment::Request::Reloaded => {}
     }
 }

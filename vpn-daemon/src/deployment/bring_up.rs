@@ -34,6 +34,7 @@ use crate::config::Config;
 use crate::failure::Failure;
 use crate::forwarder::Forwarder;
 use crate::parameters::Parameters;
+use crate::party::Survey;
 use crate::tunnel::{Tunnel, Wake};
 use crate::workspaces::Workspaces;
 
@@ -87,6 +88,8 @@ pub(super) async fn bring_up(
         Err(failure) => return Err(undo(routes, failure).await),
     };
     context.report(StartProgressStage::Finalizing);
+    let direct = direct(&config, &settings);
+    engine_config.direct = direct;
     let suffix = suffix(&config, &context.paths, &settings, parameters);
     let zone = ZoneHandle::new();
     let (interface, interface_index) = (tun.name().to_owned(), tun.index());
@@ -101,7 +104,8 @@ pub(super) async fn bring_up(
     control_config.derp_map = Some(settings.derp_map.clone());
     control_config.deployment = Some(parameters.deployment.clone());
     let server_version = api.server_version();
-    let (control, control_events) = Controller::spawn(control_config, Arc::new(WebSocketDialer::new(api, role)));
+    let web_socket = WebSocketDialer::new(api.clone(), role);
+    let (control, control_events) = Controller::spawn(control_config, Arc::new(web_socket));
 
     let view = View::new(Facts {
         deployment: parameters.deployment.to_string(),
@@ -110,7 +114,6 @@ pub(super) async fn bring_up(
         interface,
         address,
         server_version: server_version.unwrap_or_default(),
-        direct: Direct::of(&config, &settings),
     });
     let known = Known { user: user.clone(), settings: settings.clone(), address };
     let names = Names::new(Setup {
@@ -123,8 +126,10 @@ pub(super) async fn bring_up(
         interface_index,
         address,
         tunnel: tunnel.handle().clone(),
-        dialer,
+        dialer: dialer.clone(),
     });
+    let mut survey = Survey::new(relays.clone(), dialer);
+    survey.set_direct(direct == engine::Direct::Allowed);
     let mut deployment = Deployment {
         context: context.clone(),
         tunnel,
@@ -142,7 +147,10 @@ pub(super) async fn bring_up(
         names,
         view,
         pings: Pings::default(),
-        work: JoinSet::new(),
+        survey,
+        direct,
+        api,
+        settings: JoinSet::new(),
         map: settings.derp_map.clone(),
         forwarder: Forwarder::default(),
         refresh: None,
@@ -156,26 +164,16 @@ pub(super) async fn bring_up(
 #[derive(Clone)]
 pub(super) struct Known {
     user: User,
-    settings: ConnectionSettings,
+    pub(super) settings: ConnectionSettings,
     address: Ipv6Addr,
 }
 
-/// Whether direct paths are wanted, and who does not want them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direct {
-    /// Wanted; this version has none yet and advertises no endpoints.
-    NotYet,
-    DisabledByUser,
-    DisabledByDeployment,
-}
-
-impl Direct {
-    fn of(config: &Config, settings: &ConnectionSettings) -> Self {
-        match (config.paths.direct, settings.disable_direct_connections) {
-            (false, _) => Self::DisabledByUser,
-            (true, true) => Self::DisabledByDeployment,
-            (true, false) => Self::NotYet,
-        }
+/// Whether packets may go to agents directly, and who does not want it.
+pub(super) fn direct(config: &Config, settings: &ConnectionSettings) -> engine::Direct {
+    match (config.paths.direct, settings.disable_direct_connections) {
+        (false, _) => engine::Direct::DisabledByUser,
+        (true, true) => engine::Direct::DisabledByDeployment,
+        (true, false) => engine::Direct::Allowed,
     }
 }
 

@@ -3,12 +3,11 @@
 use std::net::Ipv6Addr;
 use std::time::{Instant, SystemTime};
 
-use codervpn_engine::{Path, PeerState, PeerStatus};
+use codervpn_engine::{Path, PeerState, PeerStatus, RelayReason};
 use codervpn_proto::ext::{self, ControlState, FailureCode, PathKind};
 use codervpn_underlay::relays::{RegionId, RelayPhase, Relays};
 use codervpn_wire::derp_map::DerpMap;
 
-use super::bring_up::Direct;
 use super::names::Names;
 use crate::failure::Failure;
 use crate::status::{AgentStatus, LastPing, PathStatus, TunnelStatus, WorkspaceStatus, duration, workspace_status};
@@ -23,7 +22,6 @@ pub(super) struct Facts {
     pub(super) interface: String,
     pub(super) address: Ipv6Addr,
     pub(super) server_version: String,
-    pub(super) direct: Direct,
 }
 
 /// The facts and how the control connection stands.
@@ -52,11 +50,14 @@ impl View {
         Self { facts, link: Link::First, error: None }
     }
 
-    pub(super) fn connected(&mut self, server_version: Option<String>) {
+    /// Returns whether it had been up before.
+    pub(super) fn connected(&mut self, server_version: Option<String>) -> bool {
+        let again = self.link != Link::First;
         self.link = Link::Up { synchronised: false };
         if let Some(version) = server_version {
             self.facts.server_version = version;
         }
+        again
     }
 
     pub(super) fn synchronised(&mut self) {
@@ -153,14 +154,14 @@ impl View {
             Some(Path::Relay(region)) => (PathKind::Relay, String::new(), Some(region)),
             None => (PathKind::None, String::new(), peer.home),
         };
-        let reason = match (peer.state, kind, self.facts.direct) {
-            (PeerState::WaitingForNode, ..) => "offline",
-            (PeerState::Unreachable, ..) => "unreachable",
-            (PeerState::WaitingForReady | PeerState::Connecting, ..) => "probing",
-            (PeerState::Up, PathKind::Direct, _) => "",
-            (PeerState::Up, _, Direct::DisabledByUser) => "disabled",
-            (PeerState::Up, _, Direct::DisabledByDeployment) => "disabled_by_deployment",
-            (PeerState::Up, _, Direct::NotYet) => "no_endpoints",
+        let reason = match peer.state {
+            PeerState::WaitingForNode => "offline",
+            PeerState::Unreachable => "unreachable",
+            PeerState::WaitingForReady | PeerState::Connecting => "probing",
+            PeerState::Up => match kind {
+                PathKind::Direct => "",
+                PathKind::Relay | PathKind::None => peer.relay_reason.map_or("probing", reason_code),
+            },
         };
         PathStatus {
             kind,
@@ -186,6 +187,20 @@ impl View {
             rx_bytes: peer.rx_bytes,
             tx_bytes: peer.tx_bytes,
         }
+    }
+}
+
+/// One word for programs (`AgentPath.reason`); the command line has the words for people.
+fn reason_code(reason: RelayReason) -> &'static str {
+    match reason {
+        RelayReason::Probing => "probing",
+        RelayReason::DisabledByUser => "disabled",
+        RelayReason::DisabledByDeployment => "disabled_by_deployment",
+        RelayReason::UdpBlocked => "udp_blocked",
+        RelayReason::HardNat => "hard_nat",
+        RelayReason::PathTooSmall => "path_too_small",
+        RelayReason::NoEndpoints => "no_endpoints",
+        RelayReason::NoAnswer => "no_answer",
     }
 }
 

@@ -334,6 +334,7 @@ impl<D: PacketDevice> DataLoop<D> {
             peers: engine.peers(now).collect(),
             home: engine.home_relay(),
             latencies: engine.relay_latencies().to_vec(),
+            net: engine.net_report(),
             engine: *engine.counters(),
             tunnel: self.out.counters,
             udp: *self.out.udp.counters(),

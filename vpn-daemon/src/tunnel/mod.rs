@@ -75,6 +75,8 @@ pub struct Snapshot {
     pub peers: Vec<PeerStatus>,
     pub home: Option<RegionId>,
     pub latencies: Vec<RelayLatency>,
+    /// The network we are in.
+    pub net: engine::NetReport,
     pub engine: engine::Counters,
     pub tunnel: Counters,
     pub udp: UdpCounters,

@@ -23,11 +23,23 @@ const PER_FAMILY: usize = 2;
 
 /// Servers with the region that names them. Whoever does not resolve within `limit` is left out.
 pub async fn stun_servers(dialer: &Dialer, map: &DerpMap, limit: Duration) -> Vec<(RegionId, SocketAddr)> {
-    let lookups = chosen(map).into_iter().map(|(region, node, port)| async move {
-        let addresses = timeout(limit, addresses(dialer, node)).await.unwrap_or_default();
-        addresses.into_iter().map(move |ip| (region, SocketAddr::new(ip, port)))
-    });
-    stream::iter(lookups).buffered(AT_ONCE).flat_map(stream::iter).collect().await
+    let lookups: Vec<_> = chosen(map)
+        .into_iter()
+        .map(|(region, node, port)| lookup(dialer.clone(), region, node.clone(), port, limit))
+        .collect();
+    let found: Vec<Vec<(RegionId, SocketAddr)>> = stream::iter(lookups).buffered(AT_ONCE).collect().await;
+    found.concat()
+}
+
+async fn lookup(
+    dialer: Dialer,
+    region: RegionId,
+    node: RelayNode,
+    port: u16,
+    limit: Duration,
+) -> Vec<(RegionId, SocketAddr)> {
+    let addresses = timeout(limit, addresses(&dialer, &node)).await.unwrap_or_default();
+    addresses.into_iter().map(|ip| (region, SocketAddr::new(ip, port))).collect()
 }
 
 /// Each host and port once.
