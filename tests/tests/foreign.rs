@@ -124,7 +124,7 @@ fn coordinator_answers_rest_calls() {
 fn client_reaches_agent_through_the_coordinator() {
     Setup::new().foreign().run(async || -> anyhow::Result<()> {
         let mut coordinator = Coordinator::start(CoordinatorOptions {
-            stun: Some(STUN),
+            stun: vec![STUN],
             flags: vec!["--token-refresh".into(), "1h".into()],
             ..CoordinatorOptions::default()
         })

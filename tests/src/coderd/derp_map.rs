@@ -1,11 +1,16 @@
 //! The relay map of a deployment, as values and as the JSON of the REST call (1.2.2).
 
+use std::net::SocketAddr;
+
 use codervpn_wire::derp_map::{DerpMap, DerpMapFields, RegionFields, RelayNodeFields};
 use serde_json::{Map, Value, json};
 use url::Url;
 
 /// Region of the relay inside the deployment.
 pub const EMBEDDED_REGION: i64 = 999;
+
+/// The first region that has a STUN server only; each further server has one more.
+pub const FIRST_STUN_REGION: i64 = 1000;
 
 /// The map of a deployment at `url` with its embedded relay alone.
 pub fn embedded(url: &Url) -> DerpMap {
@@ -19,6 +24,36 @@ pub fn single(url: &Url, region_id: i64, embedded: bool) -> DerpMap {
         regions: vec![(region_id, region(url, region_id, embedded))],
     })
     .0
+}
+
+/// A map with STUN servers alone, each in a region of its own, as deployments list the servers they are told to use.
+pub fn stun(servers: &[SocketAddr]) -> DerpMap {
+    let regions = (FIRST_STUN_REGION..).zip(servers).map(|(id, server)| (id, stun_region(id, *server)));
+    DerpMap::from_fields(&DerpMapFields { region_scores: Vec::new(), regions: regions.collect() }).0
+}
+
+fn stun_region(region_id: i64, server: SocketAddr) -> RegionFields {
+    let address = server.ip().to_string();
+    let none = || "none".to_owned();
+    let (ipv4, ipv6) = if server.is_ipv4() { (address.clone(), none()) } else { (none(), address.clone()) };
+    let node = RelayNodeFields {
+        name: format!("{region_id}stun0"),
+        region_id,
+        host_name: address,
+        ipv4,
+        ipv6,
+        stun_port: server.port().into(),
+        stun_only: true,
+        ..RelayNodeFields::default()
+    };
+    RegionFields {
+        region_id,
+        embedded_relay: false,
+        region_code: format!("coder_stun_{region_id}"),
+        region_name: format!("Coder STUN {region_id}"),
+        avoid: false,
+        nodes: vec![node],
+    }
 }
 
 /// Several relays in one map.

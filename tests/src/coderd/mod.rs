@@ -82,6 +82,7 @@ pub struct Builder {
     tls: bool,
     config: Config,
     resume_life: Duration,
+    stun: Vec<SocketAddr>,
 }
 
 #[derive(Debug, Clone)]
@@ -169,6 +170,14 @@ impl Builder {
         self
     }
 
+    /// A STUN server that its relay map names, so that direct paths through NATs can be found. Whoever calls this runs
+    /// one there ([`crate::relay::StunServer`]); like those of real deployments it lives on when the deployment is down.
+    #[must_use]
+    pub fn stun(mut self, server: SocketAddr) -> Self {
+        self.stun.push(server);
+        self
+    }
+
     /// Listens and serves from now on.
     pub async fn start(self) -> anyhow::Result<Deployment> {
         let listener =
@@ -185,7 +194,7 @@ impl Builder {
             config: self.config,
             users: Mutex::default(),
             store: Arc::default(),
-            derp_map: watch::Sender::new(derp_map::embedded(&url)),
+            derp_map: watch::Sender::new(derp_map::joined([&derp_map::embedded(&url), &derp_map::stun(&self.stun)])),
             url,
             resume: ResumeTokens::new(),
             resume_life: Mutex::new(self.resume_life),
@@ -324,6 +333,7 @@ impl Deployment {
                 session_times: SessionTimes::default(),
             },
             resume_life: Duration::from_secs(24 * 3600),
+            stun: Vec::new(),
         }
     }
 

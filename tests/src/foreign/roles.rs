@@ -103,8 +103,8 @@ pub struct CoordinatorOptions<'a> {
     pub namespace: Option<&'a Namespace>,
     pub listen: Option<SocketAddr>,
     pub tls: Option<Tls>,
-    /// Answer STUN there too, as region 1000.
-    pub stun: Option<SocketAddr>,
+    /// Answer STUN there too, as regions from 1000 on.
+    pub stun: Vec<SocketAddr>,
     /// `disable_direct_connections` in the connection info.
     pub disable_direct: bool,
     /// Instead of the embedded relay's map.
@@ -123,8 +123,9 @@ impl Coordinator {
         if let Some(tls) = &options.tls {
             tls.flags(&mut args);
         }
-        if let Some(stun) = options.stun {
-            flag(&mut args, "stun", &stun);
+        if !options.stun.is_empty() {
+            let all: Vec<_> = options.stun.iter().map(ToString::to_string).collect();
+            flag(&mut args, "stun", &all.join(","));
         }
         if options.disable_direct {
             args.push("--disable-direct".into());

@@ -2,11 +2,12 @@
 //!
 //! [`RelayServer`] is the relay itself; a [`Deployment`](crate::coderd::Deployment) has one inside, [`Relay`] puts one
 //! behind an address of its own. [`registry`] decides who receives what, [`queue`] what waits for whom, [`connection`]
-//! moves the bytes of one client.
+//! moves the bytes of one client. [`StunServer`] is the responder that stands beside relays.
 
 mod connection;
 mod queue;
 mod registry;
+mod stun;
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -34,6 +35,7 @@ use crate::coderd::tls::{self, Authority};
 use crate::coderd::{Answer, Problem};
 
 pub use registry::RelayCounters;
+pub use stun::StunServer;
 
 use registry::Registry;
 
