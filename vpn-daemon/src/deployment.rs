@@ -328,9 +328,10 @@ impl Deployment {
             TunnelEvent::PeerChanged(_) => self.refresh_soon(),
             TunnelEvent::MeasureRelays => self.survey.begin(),
             TunnelEvent::PingDone { id, result } => {
-                self.pings.done(id, result, &self.map);
+                self.pings.pong(id, result, &self.map);
                 self.refresh_soon();
             }
+            TunnelEvent::EchoDone { id, token, result, path } => self.pings.echo(id, token, result, path, &self.map),
             TunnelEvent::Forward(request) => {
                 self.forwarder.ask(request, self.tunnel.handle());
             }
@@ -342,8 +343,8 @@ impl Deployment {
     async fn take_request(&mut self, request: Request) {
         match request {
             Request::Ping { target, reply } => {
-                let Some(id) = self.pings.ask(&target, reply, &self.workspaces, &self.names) else { return };
-                let _ = self.tunnel.handle().apply(vec![engine::Command::Ping(id)]).await;
+                let commands = self.pings.ask(&target, reply, &self.workspaces, &self.names);
+                let _ = self.tunnel.handle().apply(commands).await;
             }
             Request::Reloaded => {
                 self.names.check();

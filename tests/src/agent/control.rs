@@ -135,7 +135,10 @@ impl Parts {
             }
             TunnelEvent::DeviceLost(reason) => tracing::error!(reason, "an agent's device is gone"),
             TunnelEvent::MeasureRelays => self.survey.begin(),
-            TunnelEvent::PeerChanged(_) | TunnelEvent::PingDone { .. } | TunnelEvent::Forward(_) => {}
+            TunnelEvent::PeerChanged(_)
+            | TunnelEvent::PingDone { .. }
+            | TunnelEvent::EchoDone { .. }
+            | TunnelEvent::Forward(_) => {}
         }
     }
 

@@ -27,6 +27,10 @@ use crate::status::{Lifecycle, duration};
 const REPEAT: Duration = Duration::from_millis(250);
 /// Longest wait for a pong; the engine gives up by itself.
 const PING_LIMIT: Duration = Duration::from_secs(6);
+/// How much longer the engine may take to say that nothing came.
+const PING_GRACE: Duration = Duration::from_millis(500);
+/// An ICMPv6 message of the engine: header and 56 bytes, as `ping` sends.
+const ECHO_BYTES: u32 = 64;
 
 type Reply = service_message::Msg;
 type Answer = (Request<Service>, Reply);
@@ -258,10 +262,14 @@ async fn ping(daemon: &DaemonHandle, asked: ext::PingRequest) -> Result<ext::Pin
     daemon.send(Ask::Deployment(deployment::Request::Ping { target, reply })).await?;
     let unreachable =
         || Failure::new(FailureCode::AgentUnreachable, format!("no answer within {} s", limit.as_secs_f32()));
-    let answer = tokio::time::timeout(limit, answer).await.map_err(|_| unreachable())?;
-    let PingAnswer { agent, name, latency, endpoint, relay } =
+    let answer = tokio::time::timeout(limit + PING_GRACE, answer).await.map_err(|_| unreachable())?;
+    let PingAnswer { agent, name, latency, echo, path_latency, endpoint, relay } =
         answer.map_err(|_| Failure::new(FailureCode::NotStarted, "the VPN is not running"))??;
-    let path = if endpoint.is_some() { ext::PathKind::Direct } else { ext::PathKind::Relay };
+    let path = match (&endpoint, &relay) {
+        (Some(_), _) => ext::PathKind::Direct,
+        (None, Some(_)) => ext::PathKind::Relay,
+        (None, None) => ext::PathKind::None,
+    };
     Ok(ext::PingReply {
         agent_id: agent.as_bytes().to_vec(),
         name,
@@ -269,6 +277,9 @@ async fn ping(daemon: &DaemonHandle, asked: ext::PingRequest) -> Result<ext::Pin
         path: path.into(),
         endpoint: endpoint.unwrap_or_default(),
         relay: relay.unwrap_or_default(),
+        echo,
+        bytes: if echo { ECHO_BYTES } else { 0 },
+        path_latency: path_latency.map(duration),
     })
 }
 

@@ -307,6 +307,9 @@ impl<D: PacketDevice> DataLoop<D> {
                 engine::Event::PeerChanged(id) => TunnelEvent::PeerChanged(id),
                 engine::Event::Programmed(id) => TunnelEvent::Programmed(id),
                 engine::Event::PingDone { id, result } => TunnelEvent::PingDone { id, result },
+                engine::Event::EchoDone { id, token, result, path } => {
+                    TunnelEvent::EchoDone { id, token, result, path }
+                }
                 engine::Event::MeasureRelays => TunnelEvent::MeasureRelays,
                 engine::Event::RebindSockets => {
                     // In the next turn, which comes at once.

@@ -10,10 +10,10 @@ mod outbox;
 mod wake;
 
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use codervpn_dns::{BaseServers, ForwardId, ForwardReply, ForwardRequest, Responder};
-use codervpn_engine::{self as engine, Engine, PeerId, PeerStatus, Ping, PingError, RelayLatency};
+use codervpn_engine::{self as engine, Engine, Path, PeerId, PeerStatus, Ping, PingError, RelayLatency};
 use codervpn_underlay::relays::RegionId;
 use codervpn_underlay::{Relays, UdpCounters, UdpSockets};
 use codervpn_wire::node::Node;
@@ -60,6 +60,12 @@ pub enum TunnelEvent {
     PingDone {
         id: PeerId,
         result: Result<Ping, PingError>,
+    },
+    EchoDone {
+        id: PeerId,
+        token: u64,
+        result: Result<Duration, PingError>,
+        path: Option<Path>,
     },
     /// Measure the relays and resolve the STUN servers now; `party::Survey` does.
     MeasureRelays,

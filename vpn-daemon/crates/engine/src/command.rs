@@ -103,6 +103,11 @@ pub enum Command {
 
     /// A disco ping now; answered by `Event::PingDone`.
     Ping(PeerId),
+    /// An ICMPv6 echo request through the tunnel now; answered by `Event::EchoDone` with the same token.
+    Echo {
+        id: PeerId,
+        token: u64,
+    },
     /// What peers may open towards us.
     Inbound(Inbound),
 

@@ -6,6 +6,7 @@ use std::net::Ipv6Addr;
 use codervpn_wire::keys::{DiscoPrivate, DiscoPublic, NodePublic};
 use rand_core::CryptoRngCore;
 
+use crate::echo::Echoes;
 use crate::event::Event;
 use crate::held::HeldTotal;
 use crate::limits::Bucket;
@@ -35,6 +36,7 @@ pub(crate) struct Common {
     pub(crate) relays: Relays,
     /// The network we are in, and our endpoints.
     pub(crate) net: Net,
+    pub(crate) echoes: Echoes,
     pub(crate) held: HeldTotal,
     pub(crate) timers: Timers,
     pub(crate) events: VecDeque<Event>,

@@ -30,6 +30,8 @@ pub enum Event {
     RebindSockets,
     /// Answer to `Command::Ping`.
     PingDone { id: PeerId, result: Result<Ping, PingError> },
+    /// Answer to `Command::Echo`: the round trip, and the path that packets to the peer took when it came.
+    EchoDone { id: PeerId, token: u64, result: Result<Duration, PingError>, path: Option<Path> },
 }
 
 /// A pong that came back.

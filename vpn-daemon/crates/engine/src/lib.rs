@@ -35,6 +35,7 @@ mod sim;
 mod command;
 mod common;
 mod config;
+mod echo;
 mod endpoints;
 mod event;
 mod filter;
@@ -131,6 +132,7 @@ impl Engine {
                 sessions: Sessions::new(&node_key),
                 relays: Relays::default(),
                 net,
+                echoes: echo::Echoes::default(),
                 held: held::HeldTotal::default(),
                 timers: Timers::default(),
                 events: VecDeque::new(),
@@ -262,6 +264,9 @@ impl Engine {
             self.publish_at = None;
             self.publish(now);
         }
+        while let Some((id, token)) = self.cx.echoes.pop_due(now) {
+            self.cx.event(Event::EchoDone { id, token, result: Err(PingError::Timeout), path: None });
+        }
         self.drive_report(now, sink);
     }
 
@@ -269,7 +274,7 @@ impl Engine {
     pub fn poll_timeout(&mut self) -> Option<Instant> {
         let peers = &self.peers;
         let peer = self.cx.timers.next(|at, slot| peers.get(slot).is_some_and(|peer| peer.scheduled == Some(at)));
-        [peer, self.publish_at, self.cx.net.next_timeout()].into_iter().flatten().min()
+        [peer, self.publish_at, self.cx.net.next_timeout(), self.cx.echoes.next_timeout()].into_iter().flatten().min()
     }
 
     /// Takes one event. The queue is bounded by what it tells of: one change per peer, one answer per ping.
@@ -361,6 +366,7 @@ impl Engine {
                 Some(peer) => peer.ping(&mut self.cx, sink, now),
                 None => self.cx.event(Event::PingDone { id, result: Err(PingError::UnknownPeer) }),
             },
+            Command::Echo { id, token } => self.send_echo(id, token, now, sink),
             Command::Inbound(inbound) => self.filter.set_inbound(inbound),
             Command::SocketsBound { v4, v6 } => {
                 self.cx.net.set_ports(v4, v6, now);
@@ -389,6 +395,25 @@ impl Engine {
                 self.cx.net.request(now);
                 self.drive_report(now, sink);
             }
+        }
+    }
+
+    /// A packet of our own for a peer, sent as those of the device are.
+    fn send_echo(&mut self, id: PeerId, token: u64, now: Instant, sink: &mut impl Sink) {
+        let cx = &mut self.cx;
+        let peer = self.peers.slot_of_id(id).and_then(|slot| self.peers.get_mut(slot));
+        let addresses = |peer: &Peer| Some((*cx.own.addresses.first()?, *peer.addresses.first()?));
+        let request = match peer.as_ref() {
+            None => Err(PingError::UnknownPeer),
+            Some(peer) if peer.remote.is_none() => Err(PingError::NoNode),
+            Some(peer) => addresses(peer)
+                .ok_or(PingError::NoPath)
+                .and_then(|addresses| cx.echoes.request(id, token, addresses, &mut &mut *cx.rng, now)),
+        };
+        match (request, peer) {
+            (Ok(packet), Some(peer)) => peer.send(&packet, cx, sink, now),
+            (Err(error), _) => cx.event(Event::EchoDone { id, token, result: Err(error), path: None }),
+            (Ok(_), None) => {}
         }
     }
 

@@ -316,6 +316,14 @@ impl Peer {
                 cx.counters.echo_answered += 1;
                 ip::write_echo_reply(&packet, &mut cx.scratch[..]).map_or(Inner::Drop, Inner::Answer)
             }
+            Some(Upper::Icmpv6(icmp))
+                if icmp.kind() == ip::ICMPV6_ECHO_REPLY
+                    && let Some((token, latency)) = cx.echoes.answer(self.id, &icmp, now) =>
+            {
+                let path = self.status(cx, now).path;
+                cx.event(Event::EchoDone { id: self.id, token, result: Ok(latency), path });
+                Inner::Drop
+            }
             _ if filter.admits(&packet, &self.allowed, now) => Inner::Deliver,
             _ => {
                 cx.counters.inner_filtered += 1;
