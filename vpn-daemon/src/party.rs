@@ -32,8 +32,8 @@ pub fn commands_of(updates: Vec<PeerUpdate>) -> Vec<engine::Command> {
     updates.into_iter().map(command).collect()
 }
 
-/// The slow half of a net report: latencies of the relays by HTTP, and where the STUN servers are. Both take their time
-/// beside everything else and are told to the engine as they come.
+/// The slow half of a net report: latencies of the relays by HTTP, where the STUN servers are, and this machine's own
+/// addresses. They take their time beside everything else and are told to the engine as they come.
 pub struct Survey {
     relays: Relays,
     dialer: Dialer,
@@ -53,6 +53,8 @@ struct Resolved {
 
 enum Found {
     Latencies(Vec<RelayLatency>),
+    Addresses(engine::Command),
+    Nothing,
     /// `asked`: by DNS just now, not remembered.
     Servers {
         epoch: u64,
@@ -108,6 +110,7 @@ impl Survey {
             let relays = self.relays.clone();
             async move { Found::Latencies(measure(relays).await) }
         });
+        self.work.spawn(async { local_addresses().await.map_or(Found::Nothing, Found::Addresses) });
         if self.without_stun {
             return;
         }
@@ -145,6 +148,8 @@ impl Survey {
                     }
                     return engine::Command::StunServers(servers);
                 }
+                Some(Ok(Found::Addresses(command))) => return command,
+                Some(Ok(Found::Nothing)) => {}
                 // Only what we ended ourselves, or a fault of ours that has been reported.
                 Some(Err(_)) => {}
                 None => std::future::pending().await,
@@ -155,6 +160,17 @@ impl Survey {
     /// Ends what is under way.
     pub fn close(&mut self) {
         self.work.abort_all();
+    }
+}
+
+/// This machine's addresses for the engine; `None` if they cannot be had, which leaves those it knows.
+pub async fn local_addresses() -> Option<engine::Command> {
+    match codervpn_host::addresses::of_this_machine().await {
+        Ok(addresses) => Some(engine::Command::LocalAddresses(addresses)),
+        Err(error) => {
+            tracing::warn!(%error, "cannot list this machine's addresses: other machines of its network are reached indirectly");
+            None
+        }
     }
 }
 

@@ -34,7 +34,7 @@ use crate::config::Config;
 use crate::failure::Failure;
 use crate::forwarder::Forwarder;
 use crate::parameters::Parameters;
-use crate::party::Survey;
+use crate::party::{self, Survey};
 use crate::tunnel::{Tunnel, Wake};
 use crate::workspaces::Workspaces;
 
@@ -156,6 +156,10 @@ pub(super) async fn bring_up(
         refresh: None,
         show_takes: Duration::ZERO,
     };
+    // Before the map, with which our node may be published.
+    if let Some(addresses) = party::local_addresses().await {
+        let _ = deployment.tunnel.handle().apply(vec![addresses]).await;
+    }
     deployment.take_map(settings.derp_map).await;
     Ok(deployment)
 }

@@ -12,6 +12,7 @@
 //! Linux is complete. The other systems type-check and answer "unsupported on this platform yet";
 //! what differs per system is chosen at module level only.
 
+pub mod addresses;
 pub mod cleanup;
 pub mod dns;
 #[cfg(target_os = "linux")]
