@@ -10,6 +10,7 @@ pub mod coderd;
 pub mod daemon;
 pub mod demo;
 pub mod foreign;
+pub mod lab;
 pub mod netns;
 pub mod packages;
 pub mod relay;

@@ -37,7 +37,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::report::say;
 use crate::skip::skip;
-use crate::{binaries, foreign, rootfs};
+use crate::{binaries, foreign, packages, rootfs};
 
 /// Holds the host's mount namespace as `/proc/self/ns/mnt` names it; set only
 /// in the isolated child.
@@ -67,6 +67,7 @@ pub struct Setup {
     foreign: bool,
     resolved: bool,
     tun: bool,
+    nft: bool,
     limit: Duration,
 }
 
@@ -86,6 +87,7 @@ impl Setup {
             foreign: false,
             resolved: false,
             tun: false,
+            nft: false,
             limit: Duration::from_secs(120),
         }
     }
@@ -130,6 +132,13 @@ impl Setup {
     #[must_use]
     pub fn tun(mut self) -> Self {
         self.tun = true;
+        self
+    }
+
+    /// Routers are needed: without nft the test is skipped.
+    #[must_use]
+    pub fn nft(mut self) -> Self {
+        self.nft = true;
         self
     }
 
@@ -188,6 +197,9 @@ impl Setup {
         if self.tun {
             tun_available()?;
         }
+        if self.nft {
+            packages::find_program("nft").context("nft is not installed (package nftables)")?;
+        }
         let mut command = Command::new("setpriv");
         // Whatever ends this process also ends the namespaces.
         command.args(["--pdeathsig", "KILL", "--", "unshare"]).args(flags).arg("--");
@@ -236,7 +248,23 @@ pub fn tun_available() -> anyhow::Result<()> {
 
 /// Runs `ip ARGS` in the current namespace; arguments are separated by blanks.
 pub fn ip(args: &str) -> anyhow::Result<String> {
-    output(Command::new("ip").args(args.split_whitespace()), args)
+    output(Command::new("ip").args(args.split_whitespace()), &format!("ip {args}"))
+}
+
+/// Sets kernel parameters of the current namespace, see [`Namespace::sysctl`].
+pub fn sysctl(settings: &str) -> anyhow::Result<()> {
+    Inside::check()?;
+    output(Command::new("sh").args(["-c", &sysctl_script(settings)?]), settings).map(drop)
+}
+
+/// `/proc/sys/net` shows the namespace of whoever looks, so the shell looks itself.
+fn sysctl_script(settings: &str) -> anyhow::Result<String> {
+    let writes = settings.split_whitespace().map(|setting| {
+        let (name, value) = setting.split_once('=').with_context(|| format!("no value in {setting:?}"))?;
+        ensure!(name.starts_with("net/"), "{name} is not the namespace's own");
+        Ok(format!("echo {value} > /proc/sys/{name}"))
+    });
+    Ok(writes.collect::<anyhow::Result<Vec<_>>>()?.join(" && "))
 }
 
 /// One more network namespace, for a machine that is not the daemon's. Mounts
@@ -286,7 +314,7 @@ impl Namespace {
     /// Runs `ip ARGS` inside.
     pub fn ip(&self, args: &str) -> anyhow::Result<String> {
         let mut command = self.command("ip").into_std();
-        output(command.args(args.split_whitespace()), args)
+        output(command.args(args.split_whitespace()), &format!("{}: ip {args}", self.name))
     }
 
     /// Runs `body` on a thread that has entered this namespace: sockets made
@@ -328,6 +356,19 @@ impl Namespace {
         Ok(())
     }
 
+    /// Sets kernel parameters inside, `net/ipv4/ip_forward=1` and the like, separated by blanks.
+    pub fn sysctl(&self, settings: &str) -> anyhow::Result<()> {
+        let mut command = self.command("sh").into_std();
+        output(command.args(["-c", &sysctl_script(settings)?]), settings).map(drop)
+    }
+
+    /// Loads rules of nft inside.
+    pub fn nft(&self, rules: &str) -> anyhow::Result<()> {
+        let nft = packages::find_program("nft").context("nft is not installed (package nftables)")?;
+        let mut command = self.command(nft).into_std();
+        output(command.arg(rules), rules).map(drop)
+    }
+
     /// Sends what has no other route to `gateway`.
     pub fn default_route(&self, gateway: IpAddr) -> anyhow::Result<()> {
         self.ip(&format!("route add default via {gateway}")).map(drop)
@@ -346,10 +387,10 @@ fn nodad(address: &str) -> &'static str {
     if address.contains(':') { " nodad" } else { "" }
 }
 
-fn output(command: &mut Command, args: &str) -> anyhow::Result<String> {
-    let out = command.stdin(Stdio::null()).output().with_context(|| format!("ip {args}"))?;
+fn output(command: &mut Command, what: &str) -> anyhow::Result<String> {
+    let out = command.stdin(Stdio::null()).output().with_context(|| what.to_owned())?;
     if !out.status.success() {
-        bail!("ip {args}: {}", String::from_utf8_lossy(&out.stderr).trim());
+        bail!("{what}: {}", String::from_utf8_lossy(&out.stderr).trim());
     }
     Ok(String::from_utf8_lossy(&out.stdout).into_owned())
 }
