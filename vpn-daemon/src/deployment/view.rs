@@ -11,7 +11,7 @@ use codervpn_wire::derp_map::DerpMap;
 use super::names::Names;
 use crate::failure::Failure;
 use crate::status::{AgentStatus, LastPing, PathStatus, TunnelStatus, WorkspaceStatus, duration, workspace_status};
-use crate::tunnel::Snapshot;
+use crate::tunnel::{self, Snapshot};
 use crate::workspaces::Workspaces;
 
 /// What does not change during one start.
@@ -230,11 +230,12 @@ pub(super) fn region_name(map: &DerpMap, region: RegionId) -> String {
 
 /// Everything that helps to find a fault, for a client that asks.
 pub(super) fn diagnostics(snapshot: &Snapshot, relays: &Relays) -> ext::DiagnosticsReply {
+    let relays = relays.status();
+    let counters = snapshot.counters().chain(tunnel::of_relays(&relays));
     ext::DiagnosticsReply {
         service_version: env!("CARGO_PKG_VERSION").to_owned(),
-        counters: snapshot.counters().map(|(name, value)| ext::Counter { name: name.to_owned(), value }).collect(),
+        counters: counters.map(|(name, value)| ext::Counter { name: name.to_owned(), value }).collect(),
         relays: relays
-            .status()
             .into_iter()
             .map(|relay| ext::RelayStatus {
                 region_id: relay.region.get().into(),

@@ -1,6 +1,8 @@
 //! What the data loop counts: every lost batch shows in the number of system calls for a gigabyte, and every dropped
 //! packet has a cause.
 
+use codervpn_underlay::RelayStatus;
+
 use super::Snapshot;
 
 /// Counters of the loop itself; those of the engine and the responder stand beside it.
@@ -44,6 +46,9 @@ impl Snapshot {
             ("udp.dropped_inside_tunnel", udp.dropped_inside_tunnel),
             ("relay.batches", tunnel.relay_batches),
             ("relay.dropped", tunnel.relay_dropped),
+            ("engine.dropped_no_room", engine.sink_full),
+            ("engine.dropped_device_full", engine.device_full),
+            ("engine.dropped_no_route", engine.no_route),
             ("dns.queries_udp", dns.queries_udp),
             ("dns.queries_tcp", dns.queries_tcp),
             ("dns.forwarded", dns.forwarded),
@@ -57,4 +62,23 @@ impl Snapshot {
         ]
         .into_iter()
     }
+}
+
+/// The counters of all relay connections together, as [`Snapshot::counters`]. Reads and writes are calls for a whole
+/// batch of packets.
+pub fn of_relays(relays: &[RelayStatus]) -> impl Iterator<Item = (&'static str, u64)> {
+    let sum = |one: fn(&RelayStatus) -> u64| relays.iter().map(one).sum();
+    [
+        ("relay.reads", sum(|relay| relay.counters.reads)),
+        ("relay.writes", sum(|relay| relay.counters.writes)),
+        ("relay.sent_packets", sum(|relay| relay.counters.sent_packets)),
+        ("relay.sent_bytes", sum(|relay| relay.counters.sent_bytes)),
+        ("relay.received_packets", sum(|relay| relay.counters.received_packets)),
+        ("relay.received_bytes", sum(|relay| relay.counters.received_bytes)),
+        ("relay.dropped_full", sum(|relay| relay.counters.dropped_full)),
+        ("relay.dropped_stale", sum(|relay| relay.counters.dropped_stale)),
+        ("relay.dropped_rate", sum(|relay| relay.counters.dropped_rate)),
+        ("relay.dropped_lost", sum(|relay| relay.counters.dropped_lost)),
+    ]
+    .into_iter()
 }

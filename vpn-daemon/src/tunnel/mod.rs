@@ -19,7 +19,7 @@ use codervpn_underlay::{Relays, UdpCounters, UdpSockets};
 use codervpn_wire::node::Node;
 use tokio::sync::{mpsc, oneshot};
 
-pub use counters::Counters;
+pub use counters::{Counters, of_relays};
 pub use device::PacketDevice;
 pub use wake::Wake;
 

@@ -90,9 +90,14 @@ pub struct RelayCounters {
     pub sent_packets: u64,
     pub received_bytes: u64,
     pub received_packets: u64,
-    /// Packets not sent: queue full, too old, over the relay's rate limit, or
-    /// lost with the connection.
-    pub dropped_packets: u64,
+    /// Packets not sent because the queue was full, ...
+    pub dropped_full: u64,
+    /// ... because they had waited too long, ...
+    pub dropped_stale: u64,
+    /// ... because the relay asked for a lower rate, ...
+    pub dropped_rate: u64,
+    /// ... or because the connection ended under them.
+    pub dropped_lost: u64,
     /// System calls, or TLS calls, to show that batches stay together.
     pub reads: u64,
     pub writes: u64,
@@ -141,7 +146,10 @@ pub(crate) struct Counters {
     pub(crate) sent_packets: AtomicU64,
     pub(crate) received_bytes: AtomicU64,
     pub(crate) received_packets: AtomicU64,
-    pub(crate) dropped_packets: AtomicU64,
+    pub(crate) dropped_full: AtomicU64,
+    pub(crate) dropped_stale: AtomicU64,
+    pub(crate) dropped_rate: AtomicU64,
+    pub(crate) dropped_lost: AtomicU64,
     pub(crate) reads: AtomicU64,
     pub(crate) writes: AtomicU64,
 }
@@ -280,7 +288,7 @@ impl RegionState {
         let full = outbox.bytes > 0 && outbox.bytes + batch.len() > outbox.limit();
         if full || outbox.frames + frames > QUEUE_FRAMES {
             drop(outbox);
-            self.counters.dropped_packets.fetch_add(frames as u64, Relaxed);
+            self.counters.dropped_full.fetch_add(frames as u64, Relaxed);
             return Sent::Dropped;
         }
         outbox.bytes += batch.len();
@@ -309,7 +317,7 @@ impl RegionState {
             writing.push_back(queued);
         }
         drop(outbox);
-        self.counters.dropped_packets.fetch_add(taken as u64, Relaxed);
+        self.counters.dropped_stale.fetch_add(taken as u64, Relaxed);
     }
 
     /// A batch left `writing`, sent or not.
@@ -356,7 +364,7 @@ impl RegionState {
         }
         drop(outbox);
         let frames: usize = none.iter().map(|queued| queued.batch.frames()).sum();
-        self.counters.dropped_packets.fetch_add(frames as u64, Relaxed);
+        self.counters.dropped_stale.fetch_add(frames as u64, Relaxed);
     }
 
     pub(crate) fn tell(&self, event: RelayEvent) {
@@ -396,7 +404,10 @@ impl RegionState {
                 sent_packets: c.sent_packets.load(Relaxed),
                 received_bytes: c.received_bytes.load(Relaxed),
                 received_packets: c.received_packets.load(Relaxed),
-                dropped_packets: c.dropped_packets.load(Relaxed),
+                dropped_full: c.dropped_full.load(Relaxed),
+                dropped_stale: c.dropped_stale.load(Relaxed),
+                dropped_rate: c.dropped_rate.load(Relaxed),
+                dropped_lost: c.dropped_lost.load(Relaxed),
                 reads: c.reads.load(Relaxed),
                 writes: c.writes.load(Relaxed),
             },
@@ -460,7 +471,7 @@ mod tests {
         let mut writing = VecDeque::new();
         state.take_queued(&mut writing, 8);
         assert_eq!(writing.len(), 1);
-        assert_eq!(state.counters.dropped_packets.load(Relaxed), 1);
+        assert_eq!(state.counters.dropped_stale.load(Relaxed), 1);
         state.finished(&writing[0].batch);
         let outbox = lock(&state.outbox);
         assert_eq!((outbox.bytes, outbox.frames), (0, 0));

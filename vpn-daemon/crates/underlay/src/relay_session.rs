@@ -314,7 +314,7 @@ impl<'a> Session<'a> {
                 continue;
             }
             if let Some(queued) = self.writing.remove(index) {
-                count(&self.state.counters.dropped_packets, queued.batch.frames());
+                count(&self.state.counters.dropped_rate, queued.batch.frames());
                 self.state.finished(&queued.batch);
             }
         }
@@ -406,7 +406,7 @@ impl<'a> Session<'a> {
 impl Drop for Session<'_> {
     fn drop(&mut self) {
         for queued in self.writing.drain(..) {
-            count(&self.state.counters.dropped_packets, queued.batch.frames());
+            count(&self.state.counters.dropped_lost, queued.batch.frames());
             self.state.finished(&queued.batch);
         }
     }
