@@ -1,7 +1,8 @@
 //! A workspace agent: the daemon's own data loop and control connection, with a network stack in user space behind it and
 //! small services on top ([`services`]).
 //!
-//! Echo requests are answered by the engine; TCP ports that no service has are refused by the stack.
+//! Echo requests are answered by the engine; TCP ports that no service has are refused by the stack. With a TUN device
+//! instead ([`AgentOptions::tun`]) the kernel's stack answers everything, as benchmarks need it.
 
 mod control;
 mod crash;
@@ -9,6 +10,7 @@ mod device;
 mod http;
 mod services;
 mod stack;
+mod tun;
 
 use std::net::Ipv6Addr;
 use std::path::PathBuf;
@@ -18,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use codervpn_control::{Api, Controller, ControllerConfig, ControllerRole, WebSocketDialer};
-use codervpn_engine::{Config, Engine};
+use codervpn_engine::{Config, Direct, Engine};
 use codervpn_underlay::{Dialer, DialerConfig, RelayAccess, RelayOptions, Relays};
 use codervpn_wire::keys::NodePublic;
 use http_header::HeaderValue;
@@ -52,6 +54,10 @@ pub struct AgentOptions {
     pub token: SecretString,
     /// PEM file with further trust roots.
     pub extra_ca: Option<PathBuf>,
+    /// A TUN device of this name in the namespace of the caller, instead of the stack in user space and its services.
+    pub tun: Option<String>,
+    /// Relays alone, as in a deployment that forbids direct connections.
+    pub relay_only: bool,
 }
 
 /// A running agent. Dropping it looks like a crash; [`WorkspaceAgent::stop`] leaves properly.
@@ -67,6 +73,8 @@ pub struct WorkspaceAgent {
     crash: Crash,
     task: task::JoinHandle<()>,
     stack: Option<JoinHandle<()>>,
+    /// Address and routes of the TUN device.
+    _routes: Option<tun::Link>,
 }
 
 impl WorkspaceAgent {
@@ -75,7 +83,12 @@ impl WorkspaceAgent {
         let deployment = codervpn_control::Deployment::parse(options.url.as_str()).context("the deployment's URL")?;
         let dialer = Dialer::new(DialerConfig { extra_ca: options.extra_ca, ..DialerConfig::default() })
             .context("cannot set up the dialer")?;
-        let config = Config::agent(options.id, OsRng);
+        let mut config = Config::agent(options.id, OsRng);
+        if options.relay_only {
+            config.direct = Direct::DisabledByDeployment;
+        }
+        // The kernel does it then.
+        config.answer_echo = options.tun.is_none();
         let (addresses, node_key) = (config.addresses.clone(), config.node_key.clone());
         let key = node_key.public();
 
@@ -88,11 +101,21 @@ impl WorkspaceAgent {
         let relays =
             Relays::new(dialer.clone(), node_key, RelayOptions { access, wake: Arc::new(move || waker.wake()) });
 
-        let (device, port) = device::pair().context("cannot create an eventfd")?;
-        let stack = Stack::start(port, &addresses, &options.name, OsRng.next_u64()).context("cannot start a thread")?;
         let engine = Engine::new(config, Instant::now());
-        let (tunnel, tunnel_events) =
-            Tunnel::start(device, engine, None, relays.clone(), wake).context("cannot start the data loop")?;
+        let (started, stack, routes) = match &options.tun {
+            Some(name) => {
+                let address = *addresses.first().context("an agent has addresses")?;
+                let (device, routes) = tun::open(name, address).await?;
+                (Tunnel::start(device, engine, None, relays.clone(), wake), None, Some(routes))
+            }
+            None => {
+                let (device, port) = device::pair().context("cannot create an eventfd")?;
+                let stack = Stack::start(port, &addresses, &options.name, OsRng.next_u64());
+                let stack = stack.context("cannot start a thread")?;
+                (Tunnel::start(device, engine, None, relays.clone(), wake), Some(stack), None)
+            }
+        };
+        let (tunnel, tunnel_events) = started.context("cannot start the data loop")?;
         let handle = tunnel.handle().clone();
 
         let survey = Survey::new(relays.clone(), dialer.clone());
@@ -127,7 +150,8 @@ impl WorkspaceAgent {
             leave,
             crash,
             task,
-            stack: Some(stack),
+            stack,
+            _routes: routes,
         })
     }
 

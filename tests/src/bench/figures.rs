@@ -14,6 +14,16 @@ pub(super) fn cpu_of(pid: u32) -> anyhow::Result<f64> {
     Ok(seconds(ticks(11)? + ticks(12)?))
 }
 
+/// The same to the nanosecond, for a process that does hardly anything; what ended threads used is not in it.
+pub(super) fn precise_cpu_of(pid: u32) -> anyhow::Result<f64> {
+    let mut nanoseconds = 0;
+    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+        let text = fs::read_to_string(task?.path().join("schedstat"))?;
+        nanoseconds += text.split(' ').next().context("schedstat")?.parse::<u64>()?;
+    }
+    Ok(nanoseconds as f64 / 1e9)
+}
+
 /// CPU seconds that everything together has used so far.
 pub(super) fn cpu_of_all() -> anyhow::Result<f64> {
     let stat = fs::read_to_string("/proc/stat")?;
@@ -29,6 +39,40 @@ pub(super) fn memory_of(pid: u32) -> anyhow::Result<f64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("VmRSS")?;
     let kib: f64 = line.trim().trim_end_matches(" kB").trim().parse()?;
     Ok(kib / 1024.0)
+}
+
+/// Most memory that a process has had so far, in MiB.
+pub(super) fn peak_memory_of(pid: u32) -> anyhow::Result<f64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("VmHWM")?;
+    let kib: f64 = line.trim().trim_end_matches(" kB").trim().parse()?;
+    Ok(kib / 1024.0)
+}
+
+/// IPv6 datagrams lost so far because their program did not fetch them, in our own network namespace.
+pub(super) fn inner_udp_overflows() -> anyhow::Result<u64> {
+    let counters = fs::read_to_string("/proc/self/net/snmp6")?;
+    let line = counters.lines().find_map(|line| line.strip_prefix("Udp6RcvbufErrors")).context("Udp6RcvbufErrors")?;
+    Ok(line.trim().parse()?)
+}
+
+/// IPv4 datagrams lost so far because their program did not fetch them, in the namespace of a process: what carries the
+/// tunnel.
+pub(super) fn underlay_overflows(pid: u32) -> anyhow::Result<u64> {
+    let counters = fs::read_to_string(format!("/proc/{pid}/net/snmp"))?;
+    let mut lines = counters.lines().filter_map(|line| line.strip_prefix("Udp: "));
+    let (names, values) = (lines.next().context("snmp")?, lines.next().context("snmp")?);
+    let at = names.split(' ').position(|name| name == "RcvbufErrors").context("RcvbufErrors")?;
+    Ok(values.split(' ').nth(at).context("RcvbufErrors")?.parse()?)
+}
+
+/// Packets for the device that its queue had no room for, so far.
+pub(super) fn device_drops(pid: u32, device: &str) -> anyhow::Result<u64> {
+    let devices = fs::read_to_string(format!("/proc/{pid}/net/dev"))?;
+    let line = devices.lines().find_map(|line| line.trim().strip_prefix(device)?.strip_prefix(':'));
+    // Eight counters of what was received come first; of what was sent, the fourth.
+    let dropped = line.and_then(|line| line.split_whitespace().nth(8 + 3));
+    Ok(dropped.with_context(|| format!("no device {device}"))?.parse()?)
 }
 
 fn seconds(ticks: u64) -> f64 {
@@ -55,7 +99,7 @@ impl Spread {
 
 impl std::fmt::Display for Spread {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:8.3} {:8.3} {:8.3}", self.min, self.median, self.max)
+        write!(f, "{:9.3} {:9.3} {:9.3}", self.min, self.median, self.max)
     }
 }
 

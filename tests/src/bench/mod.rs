@@ -2,33 +2,79 @@
 //! worth something only side by side.
 
 mod figures;
-mod relay;
+mod generator;
+mod icmp;
+mod idle;
+mod links;
+mod paths;
+mod responder;
+mod roles;
+mod sides;
+mod table;
+
+use std::net::SocketAddr;
+use std::process::ExitCode;
 
 use clap::Parser;
+use url::Url;
+use uuid::Uuid;
+
+use crate::netns::Setup;
 
 /// Options of all benchmarks.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "bench", about = "Benchmarks of the daemon against Coder's Go client")]
 pub struct Options {
-    /// Runs of each side
-    #[arg(long, default_value_t = 5)]
-    runs: usize,
-    /// Seconds of transfer in each direction of a run
-    #[arg(long, default_value_t = 5.0)]
-    seconds: f64,
     #[command(subcommand)]
     which: Which,
 }
 
 #[derive(Debug, Clone, clap::Subcommand)]
 enum Which {
-    /// Through a relay: our daemon and the Go client against the same Go agent and relay
-    Relay,
+    /// All paths, both ends in all combinations: throughput, processor time, latency, memory, time to connect
+    Paths(paths::Options),
+    /// Memory and processor time with very many idle agents
+    Idle(idle::Options),
+    #[command(subcommand, hide = true)]
+    Generate(generator::Load),
+    /// Answers the generator behind an agent's TUN device
+    #[command(hide = true)]
+    Respond,
+    #[command(hide = true)]
+    Agent {
+        url: Url,
+        id: Uuid,
+        #[arg(long)]
+        tun: Option<String>,
+        #[arg(long)]
+        relay_only: bool,
+    },
+    #[command(hide = true)]
+    Server {
+        listen: SocketAddr,
+        #[arg(long, default_value_t = 0)]
+        idle: usize,
+    },
 }
 
-/// Runs the benchmark that was asked for; must be inside test namespaces.
-pub async fn run(options: &Options) -> anyhow::Result<()> {
-    match options.which {
-        Which::Relay => relay::run(options).await,
+/// Runs the benchmark that was asked for in namespaces of its own, or a part of one where that has placed it.
+pub fn run(options: &Options) -> anyhow::Result<ExitCode> {
+    let isolated = || Setup::new().tun().release_programs();
+    match &options.which {
+        Which::Paths(options) => isolated().foreign().run_program(async move || paths::run(options).await),
+        Which::Idle(options) => isolated().run_program(async move || idle::run(options).await),
+        Which::Generate(load) => generator::run(load).map(|()| ExitCode::SUCCESS),
+        Which::Respond => responder::run().map(|()| ExitCode::SUCCESS),
+        Which::Agent { url, id, tun, relay_only } => in_runtime(roles::agent(url, *id, tun.clone(), *relay_only)),
+        Which::Server { listen, idle } => in_runtime(roles::server(*listen, *idle)),
     }
+}
+
+/// As the daemon's own runtime: one thread beside the one that moves packets.
+fn in_runtime(role: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(role)?;
+    // Reading stdin is a call that may never return.
+    runtime.shutdown_background();
+    Ok(ExitCode::SUCCESS)
 }

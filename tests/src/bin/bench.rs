@@ -1,4 +1,4 @@
-//! Benchmarks, as a program: `cargo bench-relay`.
+//! Benchmarks, as a program: `cargo bench-paths`, `cargo bench-relay`, `cargo bench-idle`.
 
 #![forbid(unsafe_code)]
 
@@ -6,9 +6,7 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 use codervpn_testbed::bench::{self, Options};
-use codervpn_testbed::netns::Setup;
 
 fn main() -> anyhow::Result<ExitCode> {
-    let options = Options::parse();
-    Setup::new().tun().foreign().release_programs().run_program(async move || bench::run(&options).await)
+    bench::run(&Options::parse())
 }

@@ -457,6 +457,8 @@ impl Deployment {
             name: agent.name.clone(),
             token: SecretString::from(agent.token()),
             extra_ca: self.ca_file().map(Path::to_owned),
+            tun: None,
+            relay_only: false,
         }
     }
 
