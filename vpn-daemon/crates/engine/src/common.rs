@@ -1,11 +1,12 @@
 //! What all peers share while one of them is at work: our identity, the relays, clocks, counters and the event queue.
 
 use std::collections::VecDeque;
-use std::net::Ipv6Addr;
+use std::net::{Ipv6Addr, SocketAddr};
 
 use codervpn_wire::keys::{DiscoPrivate, DiscoPublic, NodePublic};
 use rand_core::CryptoRngCore;
 
+use crate::addresses::Addresses;
 use crate::echo::Echoes;
 use crate::event::Event;
 use crate::held::HeldTotal;
@@ -36,6 +37,18 @@ pub(crate) struct Common {
     pub(crate) relays: Relays,
     /// The network we are in, and our endpoints.
     pub(crate) net: Net,
+    /// Whose UDP addresses we know.
+    pub(crate) addresses: Addresses,
+    /// There is a network.
+    pub(crate) link_up: bool,
+    /// Families that a socket is bound for.
+    pub(crate) has_v4: bool,
+    pub(crate) has_v6: bool,
+    pub(crate) allow_loopback: bool,
+    /// Discovery pings over all peers (T-05).
+    pub(crate) discovery: Bucket,
+    /// Where a datagram is sealed that leaves by two ways.
+    pub(crate) sealed: Box<[u8; PLAIN_ROOM]>,
     pub(crate) echoes: Echoes,
     pub(crate) held: HeldTotal,
     pub(crate) timers: Timers,
@@ -50,6 +63,16 @@ pub(crate) struct Common {
 impl Common {
     pub(crate) fn event(&mut self, event: Event) {
         self.events.push_back(event);
+    }
+
+    /// Whether anything may go to peers by UDP now.
+    #[inline]
+    pub(crate) fn may_go_direct(&self) -> bool {
+        self.link_up && self.net.is_direct_allowed()
+    }
+
+    pub(crate) fn has_socket(&self, address: SocketAddr) -> bool {
+        if address.is_ipv4() { self.has_v4 } else { self.has_v6 }
     }
 
     pub(crate) fn jitter(&mut self) -> u32 {

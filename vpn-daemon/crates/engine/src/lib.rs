@@ -32,6 +32,8 @@ extern crate self as codervpn_engine;
 #[path = "../tests/sim/mod.rs"]
 mod sim;
 
+mod addresses;
+mod candidates;
 mod command;
 mod common;
 mod config;
@@ -44,6 +46,7 @@ mod held;
 mod home_relay;
 mod limits;
 mod net_report;
+mod paths;
 mod peer;
 mod peers;
 mod pings;
@@ -81,6 +84,7 @@ use limits::{Bucket, IcmpLimit};
 use net_report::Net;
 use peer::{After, Peer, Remote};
 use peers::Peers;
+use pings::Via;
 use relays::Relays;
 use self_node::SelfNode;
 use session::Sessions;
@@ -88,6 +92,8 @@ use timers::Timers;
 
 /// Pongs over all peers and second (T-08).
 const PONGS_PER_SECOND: u32 = 200;
+/// Discovery pings over all peers and second (T-05).
+const DISCOVERY_PER_SECOND: u32 = 1000;
 /// Addresses taken from the node of a party that is no workspace agent.
 const MAX_CLIENT_ADDRESSES: usize = 4;
 
@@ -109,6 +115,7 @@ impl Engine {
         let Config {
             role, node_key, disco_key, node_id, addresses, inbound, answer_echo, status_pings, mut rng, ..
         } = config;
+        let config_allows_loopback = config.allow_loopback;
         let net = Net::new(config.direct, config.allow_loopback);
         let own = Own {
             node_key: node_key.public(),
@@ -132,6 +139,13 @@ impl Engine {
                 sessions: Sessions::new(&node_key),
                 relays: Relays::default(),
                 net,
+                addresses: addresses::Addresses::default(),
+                link_up: true,
+                has_v4: false,
+                has_v6: false,
+                allow_loopback: config_allows_loopback,
+                discovery: Bucket::per_second(DISCOVERY_PER_SECOND, now),
+                sealed: Box::new([0; PLAIN_ROOM]),
                 echoes: echo::Echoes::default(),
                 held: held::HeldTotal::default(),
                 timers: Timers::default(),
@@ -203,7 +217,7 @@ impl Engine {
         if let Some(peer) = self.peers.get_mut(sender) {
             peer.note_heard(region, &self.cx);
             if let Datagram::Disco(envelope) = datagram {
-                peer.receive_disco(&envelope, region, &mut self.cx, sink, now);
+                peer.receive_disco(&envelope, Via::Relay(region), &mut self.cx, sink, now);
                 return;
             }
         }
@@ -217,28 +231,77 @@ impl Engine {
             None => Some(sender),
         };
         match slot.and_then(|slot| self.peers.get_mut(slot)) {
-            Some(peer) => peer.receive(message, payload, &mut self.filter, &mut self.cx, sink, now),
+            Some(peer) => {
+                peer.receive(message, payload, Via::Relay(region), &mut self.filter, &mut self.cx, sink, now);
+            }
             None => self.cx.counters.wg_no_session += 1,
         }
     }
 
-    /// A UDP datagram. There are no direct paths yet: no address belongs to a peer, everything is counted and dropped.
+    /// A UDP datagram. Without cryptography a stranger costs one look-up (T-01); a path message is opened only if it names
+    /// a peer's key.
     pub fn handle_udp(&mut self, source: SocketAddr, payload: &[u8], now: Instant, sink: &mut impl Sink) {
         match classify::datagram(payload) {
             Datagram::Stun => {
                 self.cx.net.answer(source, payload, &mut self.cx.counters);
                 self.drive_report(now, sink);
             }
-            Datagram::Disco(_) => self.cx.counters.udp_ignored += 1,
-            Datagram::WireGuard(_) | Datagram::Other => self.cx.counters.udp_stranger += 1,
+            Datagram::Disco(envelope) => {
+                let slot = self.peers.slot_of_disco(&envelope.sender()).filter(|_| self.cx.may_go_direct());
+                match slot.and_then(|slot| self.peers.get_mut(slot)) {
+                    Some(peer) => peer.receive_disco(&envelope, Via::Udp(source), &mut self.cx, sink, now),
+                    None => self.cx.counters.udp_ignored += 1,
+                }
+            }
+            Datagram::WireGuard(message) => {
+                let Some(sender) = self.cx.addresses.slot_of(source) else {
+                    self.cx.counters.udp_stranger += 1;
+                    return;
+                };
+                // The index is authoritative; only an initiation has none.
+                let slot = match message.receiver() {
+                    Some(index) => self.cx.sessions.slot_of(index),
+                    None => Some(sender),
+                };
+                match slot.and_then(|slot| self.peers.get_mut(slot)) {
+                    Some(peer) => {
+                        peer.receive(message, payload, Via::Udp(source), &mut self.filter, &mut self.cx, sink, now);
+                    }
+                    None => self.cx.counters.wg_no_session += 1,
+                }
+            }
+            Datagram::Other => self.cx.counters.udp_stranger += 1,
         }
     }
 
     /// A datagram for `destination` could not be sent.
-    pub fn handle_send_failure(&mut self, destination: SocketAddr, failure: SendFailure, now: Instant) {
-        let _ = now;
+    pub fn handle_send_failure(
+        &mut self,
+        destination: SocketAddr,
+        failure: SendFailure,
+        now: Instant,
+        sink: &mut impl Sink,
+    ) {
         if failure == SendFailure::Unreachable {
             self.cx.net.unreachable(destination);
+        }
+        let slot = self.cx.addresses.slot_of(destination).or_else(|| {
+            // An address that never answered is in no table. Failures are few: pings are limited (T-05).
+            let tried = |peer: &&Peer| peer.candidates.iter().any(|candidate| candidate.address == destination);
+            self.peers.iter().find(tried).map(|peer| peer.slot)
+        });
+        let Some(peer) = slot.and_then(|slot| self.peers.get_mut(slot)) else { return };
+        match failure {
+            SendFailure::TooBig => {
+                self.cx.counters.paths_too_small += 1;
+                peer.too_big(destination, &mut self.cx, sink, now);
+            }
+            SendFailure::Unreachable | SendFailure::Blocked => {
+                if peer.paths.trusted(now) == Some(destination) {
+                    peer.paths.distrust();
+                    peer.lost_path(&mut self.cx, sink, now);
+                }
+            }
         }
     }
 
@@ -369,8 +432,12 @@ impl Engine {
             Command::Echo { id, token } => self.send_echo(id, token, now, sink),
             Command::Inbound(inbound) => self.filter.set_inbound(inbound),
             Command::SocketsBound { v4, v6 } => {
+                (self.cx.has_v4, self.cx.has_v6) = (v4.is_some(), v6.is_some());
                 self.cx.net.set_ports(v4, v6, now);
                 self.drive_report(now, sink);
+                for peer in self.peers.iter_mut() {
+                    peer.network_changed(&mut self.cx, sink, now);
+                }
             }
             Command::LocalAddresses(addresses) => {
                 let changed = self.cx.net.set_local_addresses(addresses, now);
@@ -386,14 +453,31 @@ impl Engine {
                 self.drive_report(now, sink);
             }
             Command::Direct(direct) => {
+                let allowed = self.cx.net.is_direct_allowed();
                 let changed = self.cx.net.set_direct(direct, now);
                 self.publish_if(changed, now);
                 self.drive_report(now, sink);
+                for peer in self.peers.iter_mut().filter(|_| allowed != (direct == Direct::Allowed)) {
+                    peer.direct_changed(&mut self.cx, sink, now);
+                }
             }
             Command::Link(change) => {
-                self.cx.net.set_link_up(change != LinkChange::Down);
+                self.cx.link_up = change != LinkChange::Down;
+                self.cx.net.set_link_up(self.cx.link_up);
                 self.cx.net.request(now);
                 self.drive_report(now, sink);
+                if change != LinkChange::Minor {
+                    // The relays carry packets until pongs come in on the new sockets (T-39).
+                    for peer in self.peers.iter_mut() {
+                        peer.distrust_paths();
+                        peer.call_off(&mut self.cx, sink);
+                        peer.settle(&mut self.cx, now);
+                    }
+                }
+                let rebind = matches!(change, LinkChange::Major | LinkChange::Up);
+                if rebind && !self.cx.events.contains(&Event::RebindSockets) {
+                    self.cx.event(Event::RebindSockets);
+                }
             }
         }
     }
@@ -429,6 +513,9 @@ impl Engine {
             }
             if !progress.finished {
                 return;
+            }
+            for peer in self.peers.iter_mut() {
+                peer.endpoints_fresh(&mut self.cx, sink, now);
             }
             // The next run may be due; at most two fall into one instant.
             self.publish(now);
@@ -543,8 +630,9 @@ impl Engine {
             return;
         }
         let remote = Remote { key: node.key, disco: node.disco, home: node.home };
-        let old = peer.key();
-        peer.set_node(remote, allowed, &mut self.cx, sink, now);
+        let (old, old_disco) = (peer.key(), peer.remote.map(|remote| remote.disco));
+        peer.set_node(remote, allowed, node.endpoints.clone(), &mut self.cx, sink, now);
+        self.peers.set_disco(slot, old_disco, Some(node.disco));
         if old != Some(node.key) {
             self.peers.set_key(slot, old, Some(node.key));
         }
@@ -560,8 +648,9 @@ impl Engine {
             self.drop_peer(slot, now);
             return;
         }
-        let old = peer.key();
+        let (old, old_disco) = (peer.key(), peer.remote.map(|remote| remote.disco));
         peer.forget_node(&mut self.cx, now);
+        self.peers.set_disco(slot, old_disco, None);
         self.peers.set_key(slot, old, None);
     }
 

@@ -3,9 +3,10 @@
 use std::net::Ipv6Addr;
 use std::time::Instant;
 
-/// Holds up to `capacity` tokens and gains as many per second.
+/// Holds up to `capacity` tokens and gains `per_second`.
 pub(crate) struct Bucket {
     capacity: u32,
+    per_second: u32,
     /// In thousandths, so that a refill by the millisecond loses nothing.
     millitokens: u64,
     filled_at: Instant,
@@ -13,14 +14,20 @@ pub(crate) struct Bucket {
 
 impl Bucket {
     pub(crate) fn per_second(capacity: u32, now: Instant) -> Self {
-        Self { capacity, millitokens: u64::from(capacity) * 1000, filled_at: now }
+        Self::new(capacity, capacity, now)
+    }
+
+    /// `capacity` at once, then `per_second`.
+    pub(crate) fn new(capacity: u32, per_second: u32, now: Instant) -> Self {
+        Self { capacity, per_second, millitokens: u64::from(capacity) * 1000, filled_at: now }
     }
 
     pub(crate) fn take(&mut self, now: Instant) -> bool {
         let elapsed = now.saturating_duration_since(self.filled_at).as_millis() as u64;
         if elapsed > 0 {
             let full = u64::from(self.capacity) * 1000;
-            self.millitokens = self.millitokens.saturating_add(elapsed.saturating_mul(self.capacity.into())).min(full);
+            self.millitokens =
+                self.millitokens.saturating_add(elapsed.saturating_mul(self.per_second.into())).min(full);
             self.filled_at = now;
         }
         if self.millitokens < 1000 {

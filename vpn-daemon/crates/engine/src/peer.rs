@@ -6,17 +6,19 @@
 //! starts at once; (4) up: what was held is sent. A new key takes it back to (2), DISCONNECTED to (1). `traffic.rs`
 //! moves its packets, `pings.rs` its path messages.
 
-use std::net::Ipv6Addr;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use codervpn_wire::derp_map::RegionId;
 use codervpn_wire::keys::{DiscoPublic, NodePublic};
 use codervpn_wire::node::Node;
 
-use crate::command::PeerId;
+use crate::candidates::Candidates;
+use crate::command::{Direct, PeerId};
 use crate::common::Common;
-use crate::event::{Event, Path, PeerState, PeerStatus, Ping};
+use crate::event::{Event, Path, PeerState, PeerStatus, Ping, RelayReason};
 use crate::held::Held;
+use crate::paths::Paths;
 use crate::pings::Pings;
 use crate::relays::Heard;
 use crate::session::Session;
@@ -32,6 +34,11 @@ const READY_OVERTAKES: Duration = Duration::from_secs(1);
 const MIN_BETWEEN_KEYS: Duration = Duration::from_secs(1);
 /// Packets were sent and nothing was heard for this long: the peer counts as unreachable (`dns-and-os.md` 1.7).
 const UNREACHABLE_AFTER: Duration = Duration::from_secs(30);
+
+/// An idle peer is pinged every 30 s; after one missed pong its direct path is no longer shown.
+const SHOWN_AFTER_PONG: Duration = Duration::from_secs(40);
+/// For so long a relay is used because a direct path is still looked for, afterwards because there is none.
+const LOOKING: Duration = Duration::from_secs(5);
 
 /// What the coordinator said about the peer.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -71,6 +78,10 @@ pub(crate) struct Peer {
     pub(crate) heard: Option<Heard>,
     pub(crate) route: Option<(u64, Option<RegionId>)>,
     pub(crate) pings: Pings,
+    pub(crate) candidates: Candidates,
+    pub(crate) paths: Paths,
+    /// As the present node lists them, for when direct paths are allowed again.
+    endpoints: Vec<SocketAddr>,
 
     /// First packet sent since anything authentic came back.
     pub(crate) unheard_since: Option<Instant>,
@@ -119,6 +130,9 @@ impl Peer {
             heard: None,
             route: None,
             pings: Pings::new(now),
+            candidates: Candidates::default(),
+            paths: Paths::default(),
+            endpoints: Vec::new(),
             unheard_since: None,
             last_inner: None,
             last_handshake: None,
@@ -146,6 +160,7 @@ impl Peer {
         &mut self,
         remote: Remote,
         allowed: Vec<Ipv6Addr>,
+        endpoints: Vec<SocketAddr>,
         cx: &mut Common,
         sink: &mut impl Sink,
         now: Instant,
@@ -166,7 +181,7 @@ impl Peer {
         }
         if other_key || other_disco {
             self.end_session(cx, now);
-            self.pings.forget_path(self.id, cx);
+            self.forget_paths(cx);
             self.heard = None;
         }
         self.deferred = None;
@@ -175,13 +190,19 @@ impl Peer {
         self.forget_at = None;
         self.remote = Some(remote);
         self.allowed = allowed;
+        self.endpoints = endpoints;
         self.route = None;
+        let news = cx.may_go_direct() && self.candidates.set_node(&self.endpoints, cx.allow_loopback);
         if self.destination && !self.ready {
             self.ready_deadline = Some(now + READY_TIMEOUT);
         }
         self.program(cx, sink, now);
         if !self.destination {
             cx.event(Event::Programmed(self.id));
+        }
+        // Its endpoints came later than its session: an agent publishes itself before STUN has answered.
+        if news && !other_key && self.session.is_some() && self.paths.trusted(now).is_none() {
+            self.begin_discovery(true, cx, sink, now);
         }
         self.settle(cx, now);
     }
@@ -227,7 +248,8 @@ impl Peer {
     /// DISCONNECTED, or lost for too long. A destination keeps its address and what is held for it.
     pub(crate) fn forget_node(&mut self, cx: &mut Common, now: Instant) {
         self.end_session(cx, now);
-        self.pings.forget_path(self.id, cx);
+        self.forget_paths(cx);
+        self.endpoints.clear();
         self.remote = None;
         self.deferred = None;
         self.allowed.clear();
@@ -247,7 +269,7 @@ impl Peer {
     /// The peer is about to be dropped.
     pub(crate) fn close(&mut self, cx: &mut Common, now: Instant) {
         self.end_session(cx, now);
-        self.pings.forget_path(self.id, cx);
+        self.forget_paths(cx);
         cx.counters.held_discarded += self.held.clear(&mut cx.held);
     }
 
@@ -288,6 +310,9 @@ impl Peer {
 
     /// A relay connection came up: what waited for it goes on.
     pub(crate) fn relay_up(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        if self.paths.trusted(now).is_none() {
+            self.call_off(cx, sink);
+        }
         if self.handshake_waits.is_some() {
             self.start_handshake(cx, sink, now);
         } else {
@@ -301,7 +326,7 @@ impl Peer {
         if let Some(at) = self.next_deadline(cx, now) {
             cx.timers.schedule(self.slot, &mut self.scheduled, at);
         }
-        let seen = (self.state(now), self.path(cx), self.lost);
+        let seen = (self.state(now), self.path(cx, now), self.lost);
         if seen != self.shown {
             self.shown = seen;
             self.tell_change(cx);
@@ -318,7 +343,10 @@ impl Peer {
         let unreachable = self.unheard_since.map(|since| since + UNREACHABLE_AFTER).filter(|at| *at > now);
         let session = self.session.as_ref().and_then(Session::next_tick);
         let pings = self.pings.next(self.may_ping(cx));
+        let trust = self.paths.trust_until().filter(|at| *at > now);
         let candidates = [
+            self.paths.next_check(),
+            trust,
             self.held.next_expiry(),
             self.forget_at,
             self.ready_deadline,
@@ -365,13 +393,65 @@ impl Peer {
         }
     }
 
-    fn path(&mut self, cx: &Common) -> Option<Path> {
+    fn path(&mut self, cx: &Common, now: Instant) -> Option<Path> {
         self.session.as_ref()?;
-        self.region(cx).map(Path::Relay)
+        match self.direct(cx, now) {
+            Some(address) => Some(Path::Direct(address)),
+            None => self.region(cx).map(Path::Relay),
+        }
+    }
+
+    /// The address that packets take, or would take as far as can be known without asking all the time: while nothing is
+    /// sent, the answer to the last status ping counts.
+    fn direct(&self, cx: &Common, now: Instant) -> Option<SocketAddr> {
+        let best = self.paths.best().filter(|_| cx.may_go_direct())?;
+        let fresh = now.saturating_duration_since(best.at) < SHOWN_AFTER_PONG;
+        let proven = self.paths.trusted(now).is_some() || (!self.is_in_use(now) && fresh && !self.paths.is_doubted());
+        proven.then_some(best.address)
+    }
+
+    /// Why packets take a relay.
+    fn relay_reason(&self, cx: &Common, now: Instant) -> RelayReason {
+        let looking = self.pings.looking_since.is_none_or(|since| now.saturating_duration_since(since) < LOOKING);
+        match cx.net.direct() {
+            Direct::DisabledByUser => RelayReason::DisabledByUser,
+            Direct::DisabledByDeployment => RelayReason::DisabledByDeployment,
+            Direct::Allowed if cx.net.is_udp_blocked() => RelayReason::UdpBlocked,
+            Direct::Allowed if self.candidates.iter().any(|c| c.too_small) => RelayReason::PathTooSmall,
+            Direct::Allowed if looking => RelayReason::Probing,
+            Direct::Allowed if self.candidates.is_empty() => RelayReason::NoEndpoints,
+            Direct::Allowed if cx.net.is_nat_hard() => RelayReason::HardNat,
+            Direct::Allowed => RelayReason::NoAnswer,
+        }
+    }
+
+    /// Direct paths are allowed, or not any more.
+    pub(crate) fn direct_changed(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        if cx.may_go_direct() {
+            self.candidates.set_node(&self.endpoints, cx.allow_loopback);
+            if self.session.is_some() {
+                self.begin_discovery(true, cx, sink, now);
+            }
+        } else {
+            self.drop_candidates(cx);
+        }
+        self.settle(cx, now);
+    }
+
+    /// The sockets or the networks under them are others: nothing is proven any more, everything is tried again.
+    pub(crate) fn network_changed(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        self.distrust_paths();
+        self.call_off(cx, sink);
+        if self.session.is_some() {
+            self.begin_discovery(true, cx, sink, now);
+        }
+        self.settle(cx, now);
     }
 
     pub(crate) fn status(&self, cx: &Common, now: Instant) -> PeerStatus {
-        let region = self.session.as_ref().and_then(|_| cx.relays.route(self.home(), self.heard));
+        let direct = self.direct(cx, now).map(Path::Direct);
+        let relay = || cx.relays.route(self.home(), self.heard).map(Path::Relay);
+        let path = self.session.as_ref().and_then(|_| direct.or_else(relay));
         PeerStatus {
             id: self.id,
             state: self.state(now),
@@ -379,8 +459,8 @@ impl Peer {
             addresses: self.addresses.clone(),
             home: self.home(),
             lost: self.lost,
-            path: region.map(Path::Relay),
-            relay_reason: region.map(|_| crate::event::RelayReason::Probing),
+            path,
+            relay_reason: matches!(path, Some(Path::Relay(_))).then(|| self.relay_reason(cx, now)),
             last_handshake: self.last_handshake,
             last_ping: self.last_ping,
             rx_bytes: self.rx_bytes,

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::net::Ipv6Addr;
 use std::time::Instant;
 
-use codervpn_wire::keys::NodePublic;
+use codervpn_wire::keys::{DiscoPublic, NodePublic};
 use slab::Slab;
 
 use crate::command::PeerId;
@@ -20,6 +20,7 @@ pub(crate) struct Peers {
     by_id: HashMap<PeerId, u32>,
     by_address: HashMap<Ipv6Addr, u32>,
     by_key: HashMap<NodePublic, u32>,
+    by_disco: HashMap<DiscoPublic, u32>,
     last_address: Option<(Ipv6Addr, u32)>,
     last_key: Option<(NodePublic, u32)>,
 }
@@ -57,9 +58,28 @@ impl Peers {
         if let Some(key) = peer.key() {
             self.by_key.remove(&key);
         }
+        if let Some(remote) = peer.remote {
+            self.set_disco(slot, Some(remote.disco), None);
+        }
         self.last_address = None;
         self.last_key = None;
         Some(peer)
+    }
+
+    /// Moves a peer from one disco key to another. A key that another peer has stays that peer's.
+    pub(crate) fn set_disco(&mut self, slot: u32, old: Option<DiscoPublic>, new: Option<DiscoPublic>) {
+        if let Some(old) = old
+            && self.by_disco.get(&old) == Some(&slot)
+        {
+            self.by_disco.remove(&old);
+        }
+        if let Some(new) = new {
+            self.by_disco.entry(new).or_insert(slot);
+        }
+    }
+
+    pub(crate) fn slot_of_disco(&self, key: &DiscoPublic) -> Option<u32> {
+        self.by_disco.get(key).copied()
     }
 
     /// Moves a peer from one key to another.

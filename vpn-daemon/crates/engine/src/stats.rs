@@ -64,14 +64,18 @@ pub struct Counters {
     pub disco_pings_limited: u64,
     /// Pongs without a ping of ours.
     pub disco_stray_pongs: u64,
-    /// Call-me-maybe: ignored while there are no direct paths.
     pub disco_call_me_maybe: u64,
+    /// Call-me-maybes by UDP, too many, or while direct paths are not allowed.
+    pub disco_calls_ignored: u64,
+    pub disco_calls_sent: u64,
+    /// Discovery pings not sent because of their rate limits.
+    pub discovery_limited: u64,
     /// Disco that is not the sender's, does not open or is of an unknown type.
     pub disco_refused: u64,
 
     /// UDP from an address that is no peer's.
     pub udp_stranger: u64,
-    /// UDP disco and STUN: ignored while there are no direct paths.
+    /// UDP path messages of strangers, or while direct paths are not allowed.
     pub udp_ignored: u64,
 
     /// STUN requests of ours, repetitions included.
@@ -79,6 +83,15 @@ pub struct Counters {
     pub stun_answers: u64,
     /// STUN that answers no request of ours, comes from another server or names an impossible address (T-35).
     pub stun_refused: u64,
+
+    /// Packets sealed for a proven address, and for an address and a relay at once.
+    pub sent_direct: u64,
+    pub sent_both: u64,
+    /// How often a peer's address in use became another one, or stopped to be used.
+    pub path_changes: u64,
+    pub paths_lost: u64,
+    /// Datagrams refused because they do not fit the path (T-12).
+    pub paths_too_small: u64,
 
     /// The sink had no room for an outgoing datagram.
     pub sink_full: u64,

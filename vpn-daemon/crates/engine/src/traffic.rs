@@ -1,7 +1,8 @@
 //! Packets of one peer: from the device sealed and sent or held, from the network opened, checked and delivered.
 //!
-//! A packet from the device leaves at once when a session stands and a relay connection leads to the peer; otherwise it
-//! is held and whatever is missing is started. A packet from the peer reaches the device only if its source is an
+//! A packet from the device leaves at once when a session stands and a way leads to the peer: directly where that is
+//! proven, else by relay and, beside it, to the address that was proven last. Otherwise it is held and whatever is missing
+//! is started. A packet from the peer reaches the device only if its source is an
 //! address of this peer, its destination is ours, and the filter admits it; TSMP never does.
 
 use std::time::{Duration, Instant};
@@ -15,14 +16,25 @@ use crate::common::{Common, PLAIN_ROOM};
 use crate::event::Event;
 use crate::filter::Filter;
 use crate::peer::Peer;
+use crate::pings::Via;
 use crate::session::{CONTROL_ROOM, DATA_OVERHEAD, Opened, Refused, Session};
 use crate::sink::{Route, Sink};
+use crate::stats::Counters;
 
 /// Every deadline that one packet can bring nearer lies at least this far ahead (passive keepalive).
 const NEAREST_NEW_DEADLINE: Duration = Duration::from_secs(10);
 const PADDING: usize = 16;
+/// A repeated handshake looks for a direct path again at most this often.
+const DISCOVER_AGAIN: Duration = Duration::from_secs(5);
 /// A handshake that waits for a relay connection asks for it again after this long.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
+
+/// The way packets take, and a second one beside it while the first is not proven.
+#[derive(Clone, Copy)]
+pub(crate) struct Ways {
+    first: Route,
+    second: Option<Route>,
+}
 
 /// What becomes of a packet that came out of a session.
 enum Inner {
@@ -46,8 +58,25 @@ impl Peer {
         }
     }
 
-    /// As `region`; without one, a connection to the peer's home is asked for.
-    pub(crate) fn route_or_ask(&mut self, cx: &mut Common, now: Instant) -> Option<Route> {
+    /// Where packets to this peer go now (5.3). `None`: a relay connection has to come up first, and is asked for.
+    pub(crate) fn ways(&mut self, cx: &mut Common, now: Instant) -> Option<Ways> {
+        if cx.may_go_direct() {
+            if let Some(address) = self.paths.trusted(now) {
+                return Some(Ways { first: Route::Udp(address), second: None });
+            }
+            if let Some(best) = self.paths.best().filter(|best| cx.has_socket(best.address)) {
+                let direct = Route::Udp(best.address);
+                return Some(match self.relay_or_ask(cx, now) {
+                    Some(relay) => Ways { first: relay, second: Some(direct) },
+                    None => Ways { first: direct, second: None },
+                });
+            }
+        }
+        self.relay_or_ask(cx, now).map(|first| Ways { first, second: None })
+    }
+
+    /// The way by relay; without one, a connection to the peer's home is asked for.
+    pub(crate) fn relay_or_ask(&mut self, cx: &mut Common, now: Instant) -> Option<Route> {
         let remote = self.remote?;
         if let Some(region) = self.region(cx) {
             return Some(Route::Relay { region, peer: remote.key });
@@ -89,9 +118,10 @@ impl Peer {
         self.unheard_since.get_or_insert(now);
         if self.is_up(now)
             && self.held.is_empty()
-            && let Some(route) = self.route_or_ask(cx, now)
+            && let Some(ways) = self.ways(cx, now)
         {
-            self.seal_and_send(packet, route, cx, sink, now);
+            self.seal_and_send(packet, ways, cx, sink, now);
+            self.note_sent(cx, sink, now);
             self.reschedule_after_packet(cx, now);
             return;
         }
@@ -105,6 +135,7 @@ impl Peer {
         } else {
             self.start_handshake_if_due(cx, sink, now);
         }
+        self.note_sent(cx, sink, now);
         self.settle(cx, now);
     }
 
@@ -115,10 +146,16 @@ impl Peer {
         }
     }
 
-    fn seal_and_send(&mut self, packet: &[u8], route: Route, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+    fn seal_and_send(&mut self, packet: &[u8], ways: Ways, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
         let Some(session) = &mut self.session else { return };
         let padded = packet.len().next_multiple_of(PADDING).min(ip::MTU.max(packet.len()));
-        let Some(out) = sink.outgoing(route, (padded + DATA_OVERHEAD).max(CONTROL_ROOM)) else {
+        let room = (padded + DATA_OVERHEAD).max(CONTROL_ROOM);
+        let out = match ways.second {
+            None => sink.outgoing(ways.first, room),
+            // Sealed once: the receiver's window keeps one of the two.
+            Some(_) => cx.sealed.get_mut(..room),
+        };
+        let Some(out) = out else {
             cx.counters.sink_full += 1;
             return;
         };
@@ -132,20 +169,41 @@ impl Peer {
             }
             cx.scratch.get(..padded).unwrap_or(packet)
         };
-        if let Some(len) = session.seal(plain, out, now) {
-            sink.send(route, len);
-            self.tx_bytes += packet.len() as u64;
-            cx.counters.tun_sent += 1;
-        } else {
+        let Some(len) = session.seal(plain, out, now) else {
             cx.counters.tun_no_session += 1;
+            return;
+        };
+        self.tx_bytes += packet.len() as u64;
+        cx.counters.tun_sent += 1;
+        self.commit(ways, len, cx, sink, now);
+    }
+
+    /// `len` bytes were sealed into the sink for the one way there is, or into our own buffer for two.
+    fn commit(&mut self, ways: Ways, len: usize, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        if let Some(second) = ways.second {
+            cx.counters.sent_both += 1;
+            let Common { sealed, counters, .. } = cx;
+            let sealed = sealed.get(..len).unwrap_or_default();
+            copy_out(sealed, ways.first, counters, sink);
+            copy_out(sealed, second, counters, sink);
+            return;
+        }
+        sink.send(ways.first, len);
+        if let Route::Udp(_) = ways.first {
+            cx.counters.sent_direct += 1;
+            if self.paths.sent(len, now)
+                && let Some(at) = self.paths.next_check()
+            {
+                cx.timers.schedule(self.slot, &mut self.scheduled, at);
+            }
         }
     }
 
     pub(crate) fn flush_held(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
         while !self.held.is_empty() && self.is_up(now) {
-            let Some(route) = self.route_or_ask(cx, now) else { return };
+            let Some(ways) = self.ways(cx, now) else { return };
             let Some(packet) = self.held.pop(now, &mut cx.held, &mut cx.counters.held_expired) else { return };
-            self.seal_and_send(&packet, route, cx, sink, now);
+            self.seal_and_send(&packet, ways, cx, sink, now);
         }
     }
 
@@ -155,8 +213,8 @@ impl Peer {
         if self.session.is_none() || self.is_up(now) {
             return;
         }
-        let route = self.route_or_ask(cx, now).filter(|_| cx.relays.is_open(now));
-        let (Some(route), Some(session)) = (route, &mut self.session) else {
+        let ways = self.ways(cx, now).filter(|ways| ways.is_open(cx, now));
+        let (Some(ways), Some(session)) = (ways, &mut self.session) else {
             let open_at = cx.relays.open_at(now).filter(|at| *at > now);
             self.handshake_waits = Some(open_at.unwrap_or(now + LOOK_AGAIN));
             return;
@@ -165,7 +223,10 @@ impl Peer {
         let jitter = cx.jitter();
         if let Some(len) = session.initiate(&mut message, jitter, now) {
             cx.counters.initiations_sent += 1;
-            send_control(message.get(..len).unwrap_or_default(), route, cx, sink);
+            send_control(message.get(..len).unwrap_or_default(), ways, cx, sink);
+            if self.pings.last_discovery.is_none_or(|at| now.saturating_duration_since(at) >= DISCOVER_AGAIN) {
+                self.begin_discovery(true, cx, sink, now);
+            }
         }
     }
 
@@ -194,8 +255,8 @@ impl Peer {
                 return;
             };
             let initiation = message.first() == Some(&1);
-            let route = self.route_or_ask(cx, now).filter(|_| !initiation || cx.relays.is_open(now));
-            let Some(route) = route else {
+            let ways = self.ways(cx, now).filter(|ways| !initiation || ways.is_open(cx, now));
+            let Some(ways) = ways else {
                 cx.counters.no_route += 1;
                 if initiation && !self.is_up(now) {
                     self.handshake_waits = Some(now + LOOK_AGAIN);
@@ -203,7 +264,7 @@ impl Peer {
                 continue;
             };
             cx.counters.initiations_sent += u64::from(initiation);
-            send_control(message.get(..len).unwrap_or_default(), route, cx, sink);
+            send_control(message.get(..len).unwrap_or_default(), ways, cx, sink);
         }
     }
 
@@ -212,6 +273,7 @@ impl Peer {
         &mut self,
         kind: WireGuard,
         datagram: &[u8],
+        via: Via,
         filter: &mut Filter,
         cx: &mut Common,
         sink: &mut impl Sink,
@@ -226,14 +288,15 @@ impl Peer {
             let mut answer = [0; CONTROL_ROOM];
             match session.open(datagram, &mut answer, now) {
                 Opened::Reply(len) => {
-                    if let Some(route) = self.route_or_ask(cx, now) {
-                        send_control(answer.get(..len).unwrap_or_default(), route, cx, sink);
+                    self.heard_by(via);
+                    if let Some(ways) = self.ways(cx, now) {
+                        send_control(answer.get(..len).unwrap_or_default(), ways, cx, sink);
                     } else {
                         cx.counters.no_route += 1;
                     }
                 }
                 Opened::Refused(why) => count_refused(why, cx),
-                Opened::Packet(_) | Opened::Nothing => {}
+                Opened::Packet(_) | Opened::Nothing => self.heard_by(via),
             }
             self.after_open(handshake_before, cx, sink, now);
             return;
@@ -246,6 +309,7 @@ impl Peer {
             Opened::Packet(len) => {
                 let was_unreachable = self.is_unreachable(now);
                 self.unheard_since = None;
+                self.heard_by(via);
                 self.rx_bytes += len as u64;
                 match self.judge(out.get(..len).unwrap_or_default(), filter, cx, now) {
                     Inner::Deliver => {
@@ -264,6 +328,7 @@ impl Peer {
             Opened::Nothing => {
                 let was_unreachable = self.is_unreachable(now);
                 self.unheard_since = None;
+                self.heard_by(via);
                 if was_unreachable {
                     self.settle(cx, now);
                 }
@@ -272,6 +337,14 @@ impl Peer {
             Opened::Refused(why) => count_refused(why, cx),
         }
         self.after_open(handshake_before, cx, sink, now);
+    }
+
+    #[inline]
+    fn heard_by(&mut self, via: Via) {
+        self.paths.heard(match via {
+            Via::Udp(source) => Some(source),
+            Via::Relay(_) => None,
+        });
     }
 
     fn after_open(&mut self, handshake_before: Option<Instant>, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
@@ -334,31 +407,50 @@ impl Peer {
 
     /// Sends the packet that lies in the scratch; unpadded, since the scratch cannot be its own padding.
     fn send_scratch(&mut self, len: usize, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
-        let Some(route) = self.route_or_ask(cx, now) else { return };
+        let Some(ways) = self.ways(cx, now) else { return };
         let padded = len.next_multiple_of(PADDING).min(ip::MTU.max(len));
         if let Some(padding) = cx.scratch.get_mut(len..padded) {
             padding.fill(0);
         }
-        let (Some(session), Some(plain)) = (&mut self.session, cx.scratch.get(..padded)) else { return };
-        let Some(out) = sink.outgoing(route, (padded + DATA_OVERHEAD).max(CONTROL_ROOM)) else {
-            cx.counters.sink_full += 1;
+        let Common { scratch, sealed, counters, .. } = cx;
+        let (Some(session), Some(plain)) = (&mut self.session, scratch.get(..padded)) else { return };
+        let room = (padded + DATA_OVERHEAD).max(CONTROL_ROOM);
+        let out = match ways.second {
+            None => sink.outgoing(ways.first, room),
+            Some(_) => sealed.get_mut(..room),
+        };
+        let Some(out) = out else {
+            counters.sink_full += 1;
             return;
         };
         if let Some(sealed) = session.seal(plain, out, now) {
-            sink.send(route, sealed);
             self.tx_bytes += len as u64;
+            self.commit(ways, sealed, cx, sink, now);
         }
     }
 }
 
-/// Messages without data are copied once: they are small and rare.
-fn send_control(message: &[u8], route: Route, cx: &mut Common, sink: &mut impl Sink) {
+impl Ways {
+    /// Whether a first message may leave: by relay not before our own relay connection stands.
+    fn is_open(self, cx: &Common, now: Instant) -> bool {
+        matches!(self.first, Route::Udp(_)) || cx.relays.is_open(now)
+    }
+}
+
+/// Messages without data are copied: they are small and rare.
+fn send_control(message: &[u8], ways: Ways, cx: &mut Common, sink: &mut impl Sink) {
+    for route in [Some(ways.first), ways.second].into_iter().flatten() {
+        copy_out(message, route, &mut cx.counters, sink);
+    }
+}
+
+fn copy_out(message: &[u8], route: Route, counters: &mut Counters, sink: &mut impl Sink) {
     match sink.outgoing(route, message.len()).and_then(|out| out.get_mut(..message.len())) {
         Some(out) => {
             out.copy_from_slice(message);
             sink.send(route, message.len());
         }
-        None => cx.counters.sink_full += 1,
+        None => counters.sink_full += 1,
     }
 }
 

@@ -245,7 +245,7 @@ fn one_lost_request_costs_nothing_but_its_repetition() {
 fn a_family_without_a_way_out_delays_nobody() {
     let mut lab = Lab::easy();
     for server in V6 {
-        lab.party.engine.handle_send_failure(address(server), SendFailure::Unreachable, lab.now);
+        lab.party.engine.handle_send_failure(address(server), SendFailure::Unreachable, lab.now, &mut lab.party.out);
         lab.mapped.remove(&address(server));
     }
     lab.in_flight.retain(|(_, server, _)| server.is_ipv4());

@@ -2,7 +2,7 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::type_complexity)]
 
 use std::collections::VecDeque;
-use std::net::Ipv6Addr;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant, SystemTime};
 
 use codervpn_engine::{Command, Config, Engine, Event, Inbound, PeerState, Route, Sink};
@@ -116,6 +116,8 @@ pub struct Party {
     pub out: Out,
     pub events: Vec<Event>,
     pub address: Ipv6Addr,
+    /// Where it is reached by UDP; none of them has a NAT in front.
+    pub sockets: Vec<SocketAddr>,
 }
 
 impl Party {
@@ -129,7 +131,14 @@ impl Party {
 
     pub fn new(id: Uuid, config: Config, now: Instant) -> Self {
         let address = config.addresses[0];
-        Self { id, engine: Engine::new(config, now), out: Out::default(), events: Vec::new(), address }
+        Self {
+            id,
+            engine: Engine::new(config, now),
+            out: Out::default(),
+            events: Vec::new(),
+            address,
+            sockets: Vec::new(),
+        }
     }
 
     pub fn apply(&mut self, command: Command, now: Instant) {
@@ -161,6 +170,25 @@ impl Party {
         self.apply(Command::RelayUp(region(1)), now);
     }
 
+    /// Gives the party a UDP socket on each of these addresses, which all have one port.
+    pub fn bind(&mut self, sockets: &[&str], now: Instant) {
+        self.sockets = sockets.iter().map(|text| text.parse().unwrap()).collect();
+        let port = |v4| self.sockets.iter().find(|s| s.is_ipv4() == v4).map(SocketAddr::port);
+        let (v4, v6) = (port(true), port(false));
+        self.apply(Command::SocketsBound { v4, v6 }, now);
+        let addresses = self.sockets.iter().map(SocketAddr::ip).collect();
+        self.apply(Command::LocalAddresses(addresses), now);
+    }
+
+    pub fn udp(&mut self, from: &str, datagram: &[u8], now: Instant) {
+        self.engine.handle_udp(from.parse().unwrap(), datagram, now, &mut self.out);
+        self.drain();
+    }
+
+    pub fn path(&self, id: Uuid, now: Instant) -> Option<codervpn_engine::Path> {
+        self.engine.peer(id, now).expect("known").path
+    }
+
     /// Kinds of what was sent since the last call: first bytes, disco as `d`.
     pub fn sent_kinds(&mut self) -> Vec<u8> {
         self.out.sent.drain(..).map(|(_, bytes)| bytes[0]).collect()
@@ -171,13 +199,33 @@ impl Party {
     }
 }
 
-/// Engines and the relay between them.
+/// A datagram on its way.
+struct Frame {
+    at: Instant,
+    to: To,
+    bytes: Vec<u8>,
+}
+
+enum To {
+    Relay { from: NodePublic, to: NodePublic },
+    Udp { from: SocketAddr, to: SocketAddr },
+}
+
+/// Engines, the relay between them, and a network where every party is reached at its addresses.
 pub struct World {
     pub now: Instant,
     pub start: Instant,
     pub parties: Vec<Party>,
     pub latency: Duration,
-    in_flight: VecDeque<(Instant, NodePublic, NodePublic, Vec<u8>)>,
+    in_flight: VecDeque<Frame>,
+    /// One way, by UDP, between two addresses.
+    pub udp_latency: Box<dyn Fn(SocketAddr, SocketAddr) -> Duration>,
+    /// UDP datagrams for which this holds are lost: from, to, bytes.
+    pub lose_udp: Box<dyn FnMut(SocketAddr, SocketAddr, &[u8]) -> bool>,
+    /// Larger UDP datagrams are refused to their sender.
+    pub udp_limit: usize,
+    /// Every UDP datagram sent: when, from, to, length.
+    pub udp_log: Vec<(Instant, SocketAddr, SocketAddr, usize)>,
     /// Frames for which this holds are lost.
     pub lose: Box<dyn FnMut(usize, &[u8]) -> bool>,
     pub relayed: usize,
@@ -195,6 +243,10 @@ impl World {
             parties: parties(start),
             latency: ms(1),
             in_flight: VecDeque::new(),
+            udp_latency: Box::new(|_, _| ms(2)),
+            lose_udp: Box::new(|_, _, _| false),
+            udp_limit: 1500,
+            udp_log: Vec::new(),
             lose: Box::new(|_, _| false),
             relayed: 0,
         }
@@ -242,17 +294,14 @@ impl World {
         let end = self.now + time;
         loop {
             self.collect();
-            let arrival = self.in_flight.iter().map(|frame| frame.0).min();
+            let arrival = self.in_flight.iter().map(|frame| frame.at).min();
             let timeout = self.parties.iter_mut().filter_map(|p| p.engine.poll_timeout()).min();
             let next = [arrival, timeout].into_iter().flatten().min();
             let Some(next) = next.filter(|at| *at <= end) else { break };
             self.now = self.now.max(next);
-            while let Some(due) = self.in_flight.iter().position(|frame| frame.0 <= self.now) {
-                let (_, from, to, bytes) = self.in_flight.remove(due).unwrap();
-                for party in self.parties.iter_mut().filter(|p| p.key() == to) {
-                    party.engine.handle_relay(region(1), from, &bytes, self.now, &mut party.out);
-                    party.drain();
-                }
+            while let Some(due) = self.in_flight.iter().position(|frame| frame.at <= self.now) {
+                let Frame { to, bytes, .. } = self.in_flight.remove(due).unwrap();
+                self.arrive(&to, &bytes);
             }
             for party in &mut self.parties {
                 if party.engine.poll_timeout().is_some_and(|at| at <= self.now) {
@@ -270,13 +319,90 @@ impl World {
         for (index, party) in self.parties.iter_mut().enumerate() {
             let from = party.engine.node_key();
             while let Some((route, bytes)) = party.out.sent.pop_front() {
-                let Route::Relay { peer, .. } = route else { panic!("no direct paths yet") };
-                self.relayed += 1;
-                if !(self.lose)(index, &bytes) {
-                    self.in_flight.push_back((self.now + self.latency, from, peer, bytes));
+                match route {
+                    Route::Relay { peer, .. } => {
+                        self.relayed += 1;
+                        if !(self.lose)(index, &bytes) {
+                            let at = self.now + self.latency;
+                            self.in_flight.push_back(Frame { at, to: To::Relay { from, to: peer }, bytes });
+                        }
+                    }
+                    Route::Udp(to) => {
+                        let Some(from) = party.sockets.iter().copied().find(|s| s.is_ipv4() == to.is_ipv4()) else {
+                            panic!("no socket for {to}")
+                        };
+                        self.udp_log.push((self.now, from, to, bytes.len()));
+                        if bytes.len() > self.udp_limit {
+                            let failure = codervpn_engine::SendFailure::TooBig;
+                            party.engine.handle_send_failure(to, failure, self.now, &mut party.out);
+                            party.drain();
+                        } else if !(self.lose_udp)(from, to, &bytes) {
+                            let at = self.now + (self.udp_latency)(from, to);
+                            self.in_flight.push_back(Frame { at, to: To::Udp { from, to }, bytes });
+                        }
+                    }
                 }
             }
         }
+    }
+
+    fn arrive(&mut self, to: &To, bytes: &[u8]) {
+        for party in &mut self.parties {
+            match to {
+                To::Relay { from, to } if party.key() == *to => {
+                    party.engine.handle_relay(region(1), *from, bytes, self.now, &mut party.out);
+                }
+                To::Udp { from, to } if party.sockets.contains(to) => {
+                    party.engine.handle_udp(*from, bytes, self.now, &mut party.out);
+                }
+                _ => continue,
+            }
+            party.drain();
+        }
+    }
+
+    /// As `connected`, on one network without NAT.
+    pub fn direct() -> Self {
+        let mut world = Self::pair();
+        let now = world.now;
+        world.client().bind(&["192.0.2.1:4001"], now);
+        world.agent().bind(&["192.0.2.2:4002"], now);
+        world.introduce();
+        world.run(ms(50));
+        let now = world.now;
+        assert_eq!(world.client().state(AGENT, now), PeerState::Up);
+        world
+    }
+
+    /// Sends a packet from the desktop every `every` and has the agent answer each; returns the longest time without an
+    /// answer. Packets carry their number, so none counts twice.
+    pub fn probe(&mut self, time: Duration, every: Duration) -> Duration {
+        let end = self.now + time;
+        let (mut last, mut longest) = (self.now, Duration::ZERO);
+        self.client().out.delivered.clear();
+        self.agent().out.delivered.clear();
+        while self.now < end {
+            let packet = self.client_to_agent(&[0; 32]);
+            let now = self.now;
+            self.client().tun(&packet, now);
+            let until = now + every;
+            while self.now < until {
+                self.run(ms(1));
+                let asked = self.agent().out.delivered.len();
+                self.agent().out.delivered.clear();
+                for _ in 0..asked {
+                    let answer = self.agent_to_client(&[1; 32]);
+                    let now = self.now;
+                    self.agent().tun(&answer, now);
+                }
+                if !self.client().out.delivered.is_empty() {
+                    self.client().out.delivered.clear();
+                    last = self.now;
+                }
+                longest = longest.max(self.now - last);
+            }
+        }
+        longest
     }
 
     pub fn client_to_agent(&mut self, payload: &[u8]) -> Vec<u8> {
