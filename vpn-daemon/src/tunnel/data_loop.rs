@@ -226,8 +226,15 @@ impl<D: PacketDevice> DataLoop<D> {
     fn flush(&mut self, now: Instant) {
         self.out.flush_datagrams();
         self.out.flush_batches();
+        let mut answered = false;
         while let Some((destination, failure)) = self.out.take_failure() {
-            self.engine.handle_send_failure(destination, failure, now);
+            self.engine.handle_send_failure(destination, failure, now, &mut self.out);
+            answered = true;
+        }
+        if answered {
+            // What failed again is told next time.
+            self.out.flush_datagrams();
+            self.out.flush_batches();
         }
     }
 
