@@ -232,7 +232,7 @@ impl Engine {
         };
         match slot.and_then(|slot| self.peers.get_mut(slot)) {
             Some(peer) => {
-                peer.receive(message, payload, Via::Relay(region), &mut self.filter, &mut self.cx, sink, now);
+                peer.receive((message, payload), Via::Relay(region), &mut self.filter, &mut self.cx, sink, now);
             }
             None => self.cx.counters.wg_no_session += 1,
         }
@@ -265,7 +265,7 @@ impl Engine {
                 };
                 match slot.and_then(|slot| self.peers.get_mut(slot)) {
                     Some(peer) => {
-                        peer.receive(message, payload, Via::Udp(source), &mut self.filter, &mut self.cx, sink, now);
+                        peer.receive((message, payload), Via::Udp(source), &mut self.filter, &mut self.cx, sink, now);
                     }
                     None => self.cx.counters.wg_no_session += 1,
                 }

@@ -200,7 +200,7 @@ impl Net {
 
     /// As `request`, unless a run is under way or its result is still fresh.
     pub(crate) fn request_unless_fresh(&mut self, now: Instant) {
-        if self.run.is_none() && !self.finished.is_some_and(|at| now.saturating_duration_since(at) <= FRESH) {
+        if self.run.is_none() && self.finished.is_none_or(|at| now.saturating_duration_since(at) > FRESH) {
             self.request(now);
         }
     }
@@ -463,7 +463,7 @@ impl Net {
         let out_of_time = run.started + RUN_LIMIT <= now;
         let is_over = |v4| {
             let family = || run.probes.iter().filter(|probe| probe.server.is_ipv4() == v4);
-            is_enough(&run.probes, v4) || family().all(|probe| probe.is_over())
+            is_enough(&run.probes, v4) || family().all(Probe::is_over)
         };
         let nothing_to_ask = self.direct != Direct::Allowed || (run.servers_known && run.probes.is_empty());
         let all_over = !run.probes.is_empty() && is_over(true) && is_over(false);

@@ -238,10 +238,11 @@ fn better(a: Measured, b: Option<Measured>) -> bool {
     }
     let (mut points_a, mut points_b) = (0, 0);
     let (nanos_a, nanos_b) = (a.1.as_nanos(), b.1.as_nanos());
+    let share = |fast: u128, slow: u128| (fast * 100).checked_div(slow).map_or(0, |share| 100 - share);
     if nanos_a > nanos_b {
-        points_b += 100 - (nanos_b * 100) / nanos_a;
-    } else if nanos_b > 0 {
-        points_a += 100 - (nanos_a * 100) / nanos_b;
+        points_b += share(nanos_b, nanos_a);
+    } else {
+        points_a += share(nanos_a, nanos_b);
     }
     let place = |address: SocketAddr| match address.ip() {
         ip if ip.is_loopback() => 50,

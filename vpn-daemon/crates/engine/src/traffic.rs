@@ -271,8 +271,7 @@ impl Peer {
     /// A WireGuard message for this peer.
     pub(crate) fn receive(
         &mut self,
-        kind: WireGuard,
-        datagram: &[u8],
+        (kind, datagram): (WireGuard, &[u8]),
         via: Via,
         filter: &mut Filter,
         cx: &mut Common,
