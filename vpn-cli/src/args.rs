@@ -42,7 +42,7 @@ pub(crate) enum Command {
     Status(Status),
     /// List workspaces with their agents and names
     Workspaces(Workspaces),
-    /// Measure the way to an agent
+    /// Measure the way to an agent and say which it is
     Ping(Ping),
     /// Print the version of this program
     Version(Version),
@@ -96,10 +96,10 @@ pub(crate) struct Ping {
     /// Any name of the agent: dev, main.dev, main.dev.me.coder
     #[arg(value_name = "AGENT")]
     pub(crate) agent: String,
-    /// How many pings to send, one a second
-    #[arg(short = 'c', long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) count: u32,
-    /// Print one JSON object for each ping
+    /// How many pings to send, one a second; without it until Ctrl-C
+    #[arg(short = 'c', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) count: Option<u32>,
+    /// Print one JSON object for each ping, and one that sums up
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -4,7 +4,7 @@ use codervpn_proto::version::Version;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::commands::ping::Pinged;
+use crate::commands::ping::{Pinged, Summary};
 
 /// The types that are written have nothing that JSON cannot say.
 pub(crate) fn line(data: &impl Serialize) -> String {
@@ -28,6 +28,25 @@ pub(crate) fn pinged(pinged: &Pinged) -> String {
         "path": answer.and_then(|answer| answer.path),
         "endpoint": answer.and_then(|answer| answer.endpoint.as_deref()),
         "relay": answer.and_then(|answer| answer.relay.as_deref()),
+        "echo": answer.is_some_and(|answer| answer.echo),
+        "bytes": answer.and_then(|answer| answer.bytes),
+        "path_latency_ms": answer.and_then(|answer| answer.path_latency_ms),
         "error": error,
+    }))
+}
+
+/// The last line of `ping --json`.
+pub(crate) fn ping_summary(summary: &Summary) -> String {
+    let times = summary.times();
+    line(&json!({
+        "summary": {
+            "name": summary.name,
+            "sent": summary.sent,
+            "answered": summary.answered,
+            "loss_percent": summary.loss_percent(),
+            "min_ms": times.map(|[least, ..]| least),
+            "avg_ms": times.map(|[_, average, _]| average),
+            "max_ms": times.map(|[.., most]| most),
+        }
     }))
 }

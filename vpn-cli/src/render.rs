@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use comfy_table::{ContentArrangement, Table, presets};
 
 use crate::commands::login::LoggedIn;
-use crate::commands::ping::Pinged;
+use crate::commands::ping::{Pinged, Summary};
 use crate::commands::start::Started;
 use crate::commands::stop::Stopped;
 use crate::deployment;
@@ -152,15 +152,18 @@ fn facts(text: &mut String, report: &Report, style: Style) {
 fn table(workspaces: &[Workspace], now: SystemTime) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(["WORKSPACE", "STATUS", "AGENT", "NAME", "PATH", "LATENCY", "LAST HANDSHAKE"]);
+    let reasons = workspaces.iter().flat_map(|workspace| &workspace.agents).any(|agent| why(&agent.path).is_some());
+    let header = ["WORKSPACE", "STATUS", "AGENT", "NAME", "PATH", "LATENCY", "LAST HANDSHAKE", "RECEIVED", "SENT"];
+    table.set_header(header.into_iter().chain(reasons.then_some("WHY NOT DIRECT")));
     for workspace in workspaces {
         let name = clean(&workspace.name);
         let status = workspace.status.unwrap_or("-").to_owned();
         if workspace.agents.is_empty() {
-            table.add_row([name.clone(), status.clone(), "-".into(), "-".into(), "-".into(), "-".into(), "-".into()]);
+            let nothing = header.iter().skip(2).map(|_| "-".to_owned());
+            table.add_row([name.clone(), status.clone()].into_iter().chain(nothing));
         }
         for agent in &workspace.agents {
-            table.add_row([
+            let cells = [
                 name.clone(),
                 status.clone(),
                 clean(&agent.name),
@@ -168,7 +171,10 @@ fn table(workspaces: &[Workspace], now: SystemTime) -> String {
                 path(&agent.path),
                 agent.path.latency_ms.map_or_else(|| "-".into(), latency),
                 handshake(agent.path.last_handshake, now),
-            ]);
+                agent.path.rx_bytes.map_or_else(|| "-".into(), amount),
+                agent.path.tx_bytes.map_or_else(|| "-".into(), amount),
+            ];
+            table.add_row(cells.into_iter().chain(why(&agent.path)));
         }
     }
     trimmed(&table.to_string())
@@ -189,6 +195,48 @@ fn path(path: &Path) -> String {
     match detail {
         Some(detail) => format!("{kind} {}", clean(detail)),
         None => kind.to_owned(),
+    }
+}
+
+/// Why a relay carries what could go directly, in words that say what could be done about it.
+fn why(path: &Path) -> Option<String> {
+    if path.kind != Some("relay") {
+        return None;
+    }
+    let words = match path.reason.as_deref()? {
+        "probing" => "still looking for a direct path",
+        "disabled" => "switched off on this machine (paths.direct)",
+        "disabled_by_deployment" => "the deployment does not allow it",
+        "udp_blocked" => "UDP does not get through this network",
+        "hard_nat" => "the NATs at both ends are too strict",
+        "path_too_small" => "the direct path does not carry full-size packets",
+        "no_endpoints" => "the agent tells no address",
+        "no_answer" => "no address of the agent answers",
+        "unreachable" => "the agent does not answer at all",
+        other => return Some(clean(other)),
+    };
+    Some(words.to_owned())
+}
+
+/// Three digits, as for latencies.
+fn amount(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if bytes < 1000 {
+        return format!("{bytes} B");
+    }
+    let mut amount = bytes as f64 / 1024.0;
+    let mut unit = UNITS[0];
+    for larger in UNITS.into_iter().skip(1) {
+        if amount < 999.5 {
+            break;
+        }
+        amount /= 1024.0;
+        unit = larger;
+    }
+    match amount {
+        small if small < 9.995 => format!("{small:.2} {unit}"),
+        small if small < 99.95 => format!("{small:.1} {unit}"),
+        large => format!("{large:.0} {unit}"),
     }
 }
 
@@ -254,11 +302,28 @@ pub(crate) fn pinged(pinged: &Pinged) -> String {
                 relay: answer.relay.clone(),
                 ..Path::default()
             };
-            let time = answer.latency_ms.map_or_else(|| "unknown time".to_owned(), latency);
-            format!("pong {} from {} in {time} by {}", pinged.seq, clean(&answer.name), path(&way))
+            let time = answer.latency_ms.map_or_else(|| "unknown".to_owned(), latency);
+            let what = answer.bytes.map_or_else(|| "reply".to_owned(), |bytes| format!("{bytes} bytes"));
+            let alone = if answer.echo { "" } else { " (only the tunnel answers, not the agent's network)" };
+            format!("{what} from {}: seq={} {} time={time}{alone}", clean(&answer.name), pinged.seq, path(&way))
         }
-        Err(problem) => format!("ping {}: {}", pinged.seq, clean(&problem.what)),
+        Err(problem) => format!("no reply: seq={} {}", pinged.seq, clean(&problem.what)),
     }
+}
+
+pub(crate) fn ping_summary(summary: &Summary) -> String {
+    let mut text = format!(
+        "--- {} ---\n{} sent, {} answered, {}% loss",
+        clean(&summary.name),
+        summary.sent,
+        summary.answered,
+        summary.loss_percent()
+    );
+    if let Some(times) = summary.times() {
+        let [least, average, most] = times.map(latency);
+        let _ = write!(text, "\nmin {least}, avg {average}, max {most}");
+    }
+    text
 }
 
 #[cfg(test)]
@@ -278,6 +343,42 @@ mod tests {
         ] {
             assert_eq!(ago(Duration::from_secs(seconds)), text);
         }
+    }
+
+    #[test]
+    fn amounts_have_three_digits() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (999, "999 B"),
+            (1000, "0.98 KiB"),
+            (10 * 1024 - 1, "10.0 KiB"),
+            (150 * 1024, "150 KiB"),
+            (1000 * 1024, "0.98 MiB"),
+            (3 << 30, "3.00 GiB"),
+            (u64::MAX, "16.0 EiB"),
+        ] {
+            assert_eq!(amount(bytes), text);
+        }
+    }
+
+    #[test]
+    fn every_reason_of_the_service_has_words() {
+        let path = |kind, reason: &str| Path { kind: Some(kind), reason: Some(reason.into()), ..Path::default() };
+        for reason in [
+            "probing",
+            "disabled",
+            "disabled_by_deployment",
+            "udp_blocked",
+            "hard_nat",
+            "path_too_small",
+            "no_endpoints",
+            "no_answer",
+            "unreachable",
+        ] {
+            assert!(why(&path("relay", reason)).unwrap().contains(' '), "{reason}");
+        }
+        assert_eq!(why(&path("relay", "brand_new")).unwrap(), "brand_new");
+        assert_eq!(why(&path("direct", "probing")), None);
     }
 
     #[test]

@@ -25,6 +25,8 @@ pub(crate) async fn run(cli: Cli, output: &mut Output) -> Result<Exit, Problem> 
     match cli.command {
         // It has something to undo.
         Command::Start(args) => start(&cli.socket, &args, &mut interrupt, output).await,
+        // It has something to sum up.
+        Command::Ping(args) => ping(&cli.socket, &args, &mut interrupt, output).await,
         command => tokio::select! {
             done = other(&cli.socket, command, output) => done,
             () = interrupt.next() => Err(Problem::interrupted()),
@@ -34,7 +36,7 @@ pub(crate) async fn run(cli: Cli, output: &mut Output) -> Result<Exit, Problem> 
 
 async fn other(socket: &Path, command: Command, output: &mut Output) -> Result<Exit, Problem> {
     match command {
-        Command::Start(_) => unreachable!("has its own way"),
+        Command::Start(_) | Command::Ping(_) => unreachable!("have their own way"),
         Command::Login(args) => {
             let login = login::run(socket, &args, output).await?;
             output.result(&render::logged_in(&login))?;
@@ -55,10 +57,6 @@ async fn other(socket: &Path, command: Command, output: &mut Output) -> Result<E
             let workspaces = workspaces::run(socket, &args.name).await?;
             let text = if args.json { json::line(&workspaces) } else { render::workspaces(&workspaces) };
             output.result(&text)?;
-        }
-        Command::Ping(args) => {
-            let form = if args.json { json::pinged } else { render::pinged };
-            return ping::run(socket, &args, |pinged| output.result(&form(pinged))).await;
         }
         Command::Version(args) => {
             let text = match args.output {
@@ -83,6 +81,18 @@ async fn start(
         output.warning(&format!("names do not work in every program: {trouble}"));
     }
     Ok(Exit::Success)
+}
+
+async fn ping(
+    socket: &Path,
+    args: &args::Ping,
+    interrupt: &mut Interrupt,
+    output: &mut Output,
+) -> Result<Exit, Problem> {
+    let form = if args.json { json::pinged } else { render::pinged };
+    let summary = ping::run(socket, args, interrupt, |pinged| output.result(&form(pinged))).await?;
+    output.result(&if args.json { json::ping_summary(&summary) } else { render::ping_summary(&summary) })?;
+    Ok(summary.exit())
 }
 
 async fn show_status(socket: &Path, args: &args::Status, output: &mut Output) -> Result<Exit, Problem> {

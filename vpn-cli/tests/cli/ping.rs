@@ -1,12 +1,15 @@
 //! `ping` and `workspaces`.
 
+use std::process::Stdio;
+
 use codervpn_proto::ext::client_ext::Request;
 use codervpn_proto::ext::ping_request::Target;
 use codervpn_proto::ext::service_ext::Reply;
 use codervpn_proto::ext::{self, FailureCode, PathKind};
 use codervpn_proto::vpn::Status;
+use tokio::io::{AsyncBufReadExt as _, BufReader};
 
-use super::support::{Act, Asked, Fake, connected, ext_reply, failure, seconds_ago, stopped};
+use super::support::{Act, Asked, Fake, connected, ext_reply, failure, interrupt, seconds_ago, stopped};
 
 fn running() -> Status {
     connected(seconds_ago(1), seconds_ago(1))
@@ -27,21 +30,55 @@ fn pong(request: &Request) -> Reply {
         latency: Some(prost_types::Duration { seconds: 0, nanos: 12_340_000 }),
         path: PathKind::Relay.into(),
         relay: "Frankfurt".into(),
+        echo: true,
+        bytes: 64,
+        path_latency: Some(prost_types::Duration { seconds: 0, nanos: 11_000_000 }),
         ..ext::PingReply::default()
     })
 }
 
 #[tokio::test]
-async fn ping_shows_time_and_path() {
+async fn ping_shows_time_and_path_and_sums_up() {
     let fake = answering(pong);
     let done = fake.run(&["ping", "dev", "-c", "1"]).await;
-    assert_eq!(done.succeeded(), "pong 1 from dev.coder in 12.3 ms by relay Frankfurt\n");
+    let expected = "\
+64 bytes from dev.coder: seq=1 relay Frankfurt time=12.3 ms
+--- dev.coder ---
+1 sent, 1 answered, 0% loss
+min 12.3 ms, avg 12.3 ms, max 12.3 ms
+";
+    assert_eq!(done.succeeded(), expected);
     let done = fake.run(&["ping", "dev", "-c", "1", "--json"]).await;
-    let json: serde_json::Value = serde_json::from_str(done.succeeded()).unwrap();
+    let lines: Vec<serde_json::Value> =
+        done.succeeded().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(
-        json,
-        serde_json::json!({"seq": 1, "name": "dev.coder", "latency_ms": 12.34, "path": "relay", "endpoint": null,
-                           "relay": "Frankfurt", "error": null})
+        lines,
+        [
+            serde_json::json!({"seq": 1, "name": "dev.coder", "latency_ms": 12.34, "path": "relay", "endpoint": null,
+                               "relay": "Frankfurt", "echo": true, "bytes": 64, "path_latency_ms": 11.0,
+                               "error": null}),
+            serde_json::json!({"summary": {"name": "dev.coder", "sent": 1, "answered": 1, "loss_percent": 0.0,
+                                           "min_ms": 12.34, "avg_ms": 12.34, "max_ms": 12.34}}),
+        ]
+    );
+}
+
+#[tokio::test]
+async fn a_direct_path_is_named_and_so_is_an_agent_whose_network_is_silent() {
+    let fake = answering(|_| {
+        Reply::Ping(ext::PingReply {
+            name: "dev.coder".into(),
+            latency: Some(prost_types::Duration { seconds: 0, nanos: 800_000 }),
+            path: PathKind::Direct.into(),
+            endpoint: "192.0.2.1:41641".into(),
+            ..ext::PingReply::default()
+        })
+    });
+    let done = fake.run(&["ping", "dev", "-c", "1"]).await;
+    let first = done.succeeded().lines().next().unwrap();
+    assert_eq!(
+        first,
+        "reply from dev.coder: seq=1 direct 192.0.2.1:41641 time=0.80 ms (only the tunnel answers, not the agent's network)"
     );
 }
 
@@ -50,8 +87,38 @@ async fn ping_of_a_silent_agent_goes_on_and_fails_in_the_end() {
     let fake =
         answering(|_| Reply::Failed(failure(FailureCode::AgentUnreachable, "main does not answer", "is it running?")));
     let done = fake.run(&["ping", "dev", "-c", "2"]).await;
-    assert_eq!((done.code, done.stdout.lines().count()), (1, 2), "{done:?}");
-    assert!(done.stdout.starts_with("ping 1: main does not answer"));
+    assert_eq!(done.code, 1, "{done:?}");
+    let lines: Vec<&str> = done.stdout.lines().collect();
+    assert_eq!(lines[0], "no reply: seq=1 main does not answer");
+    assert_eq!(lines[2..], ["--- dev ---", "2 sent, 0 answered, 100% loss"]);
+}
+
+#[tokio::test]
+async fn without_a_count_ping_goes_on_until_ctrl_c_and_then_sums_up() {
+    let fake = answering(pong);
+    let mut child = fake.codervpn(&["ping", "dev"]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    for seq in 1..=2 {
+        let line = lines.next_line().await.unwrap().unwrap();
+        assert!(line.contains(&format!("seq={seq} ")), "{line}");
+    }
+    interrupt(&child).await;
+    let mut rest = Vec::new();
+    while let Some(line) = lines.next_line().await.unwrap() {
+        rest.push(line);
+    }
+    assert!(rest.contains(&"--- dev.coder ---".to_owned()), "{rest:?}");
+    assert!(rest.last().unwrap().starts_with("min 12.3 ms"), "{rest:?}");
+    assert_eq!(child.wait().await.unwrap().code(), Some(0), "something answered");
+}
+
+#[tokio::test]
+async fn counts_that_are_none_are_refused() {
+    let fake = answering(pong);
+    for count in ["0", "-1", "x", "", "4294967296"] {
+        let done = fake.run(&["ping", "dev", "-c", count]).await;
+        assert_eq!(done.code, 64, "{count:?}: {done:?}");
+    }
 }
 
 #[tokio::test]

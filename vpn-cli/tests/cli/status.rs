@@ -87,7 +87,8 @@ async fn people_see_workspaces_paths_and_times() {
     let main = cells("main.dev.me.coder");
     assert_eq!(main[..6], ["dev", "running", "main", "main.dev.me.coder", "relay Frankfurt", "1.20 ms"]);
     assert!(["7 s ago", "8 s ago", "9 s ago"].contains(&main[6]), "{main:?}");
-    assert_eq!(cells("gpu.dev.me.coder")[4..], ["offline", "-", "never"]);
+    assert_eq!(main[7..], ["10 B", "20 B", "switched off on this machine (paths.direct)"]);
+    assert_eq!(cells("gpu.dev.me.coder")[4..], ["offline", "-", "never", "0 B", "0 B"]);
     assert_eq!(cells("off  ")[..3], ["off", "stopped", "-"]);
 }
 
