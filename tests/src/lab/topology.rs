@@ -268,7 +268,9 @@ impl Lab {
     /// The client's router forwards no UDP any more; nobody is told.
     pub fn cut_udp(&self) -> anyhow::Result<()> {
         self.client_router.nft(
-            "table inet cut { chain through { type filter hook forward priority -10; policy accept; meta l4proto udp drop; } }",
+            "table inet cut {
+                chain through { type filter hook forward priority -10; policy accept; meta l4proto udp drop; }
+            }",
         )
     }
 
