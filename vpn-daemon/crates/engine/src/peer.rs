@@ -35,8 +35,8 @@ const MIN_BETWEEN_KEYS: Duration = Duration::from_secs(1);
 /// Packets were sent and nothing was heard for this long: the peer counts as unreachable (`dns-and-os.md` 1.7).
 const UNREACHABLE_AFTER: Duration = Duration::from_secs(30);
 
-/// An idle peer is pinged every 30 s; after one missed pong its direct path is no longer shown.
-const SHOWN_AFTER_PONG: Duration = Duration::from_secs(40);
+/// An idle peer is pinged every 30 s; after two missed pongs its direct path is no longer shown.
+const SHOWN_AFTER_PONG: Duration = Duration::from_secs(75);
 /// For so long a relay is used because a direct path is still looked for, afterwards because there is none.
 const LOOKING: Duration = Duration::from_secs(5);
 
@@ -403,7 +403,7 @@ impl Peer {
 
     /// The address that packets take, or would take as far as can be known without asking all the time: while nothing is
     /// sent, the answer to the last status ping counts.
-    fn direct(&self, cx: &Common, now: Instant) -> Option<SocketAddr> {
+    pub(crate) fn direct(&self, cx: &Common, now: Instant) -> Option<SocketAddr> {
         let best = self.paths.best().filter(|_| cx.may_go_direct())?;
         let fresh = now.saturating_duration_since(best.at) < SHOWN_AFTER_PONG;
         let proven = self.paths.trusted(now).is_some() || (!self.is_in_use(now) && fresh && !self.paths.is_doubted());

@@ -378,6 +378,9 @@ impl Peer {
         now: Instant,
     ) -> Result<(), PingError> {
         let trusted = self.paths.trusted(now).filter(|_| cx.may_go_direct());
+        // Nobody waits for a status ping: of an idle peer only the address shown is asked, so that it stays the one.
+        let shown = self.direct(cx, now).filter(|_| question == 0);
+        let trusted = trusted.or(shown);
         if let Some(address) = trusted {
             let sent = self.send_ping(Via::Udp(address), question, cx, sink, now);
             return if sent { Ok(()) } else { Err(PingError::NoPath) };

@@ -425,6 +425,22 @@ fn t42_an_idle_peer_is_asked_once_in_half_a_minute_and_stays_known_as_direct() {
 }
 
 #[test]
+fn the_path_shown_of_an_idle_peer_stays_the_same_though_others_answer_first() {
+    let mut world = World::pair();
+    let now = world.now;
+    world.client().bind(&["10.0.0.1:4001", "[2001:db8::1]:4001"], now);
+    world.agent().bind(&["10.0.0.2:4002", "[2001:db8::2]:4002"], now);
+    world.udp_latency = Box::new(|_, to| ms(if to.is_ipv4() { 40 } else { 38 }));
+    world.introduce();
+    world.run(secs(60));
+    assert_eq!(path(&mut world), direct("10.0.0.2:4002"));
+    for _ in 0..50_000 {
+        world.run(ms(2));
+        assert_eq!(path(&mut world), direct("10.0.0.2:4002"));
+    }
+}
+
+#[test]
 fn a_user_ping_goes_the_way_of_packets() {
     let mut world = World::direct();
     let now = world.now;
