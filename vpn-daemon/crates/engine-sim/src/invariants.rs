@@ -2,7 +2,7 @@
 //!
 //! * What comes out of a tunnel went into it, at the party and from the party that it says, once (T-29, T-32).
 //! * Nothing is sent to an address that may not be pinged (T-06, T-44); nothing at all by UDP once direct paths are off
-//!   (T-40); and nothing but path messages and STUN to an address that never sent a path message (T-07).
+//!   (T-40); and no data to an address that was not pinged before (T-07).
 //! * A peer with a working path answers within 10 s.
 //! * Who has nothing to say sends no more than upkeep (5.11, T-42).
 //! * A path is not left for another again and again while the network stays as it is.
@@ -32,8 +32,11 @@ const DIRECT_OFF_WITHIN: Time = ms(100);
 const UPKEEP: u64 = 400;
 /// A quiet stretch has to be this long to be judged.
 const QUIET_FOR: Time = secs(120);
-/// Changes of path in an hour that nothing outside explains.
-const CHANGES_PER_HOUR: u32 = 12;
+/// Changes in an hour that nothing outside explains: to the relay for longer than a ping takes, and between addresses.
+const RELAYED_PER_HOUR: u32 = 6;
+const CHANGES_PER_HOUR: u32 = 60;
+/// A direct path that was not used for a while is proven anew with the first packet; meanwhile both ways are used.
+const PROVEN_WITHIN: Time = ms(1000);
 /// After trouble in the network paths may change for this long.
 const SETTLED_AFTER: Time = secs(70);
 
@@ -63,6 +66,9 @@ pub(crate) struct Pair {
     path: Option<Path>,
     /// Changes of path in the present hour, and when that began.
     changes: (u32, Time),
+    relayed: u32,
+    /// Since when the path is a relay after a direct one, if nothing outside explains it.
+    relayed_since: Option<Time>,
     pub(crate) all_changes: u32,
     pub(crate) first_direct: Option<Time>,
     pub(crate) first_answer: Option<Time>,
@@ -78,6 +84,8 @@ impl Pair {
             longest_gap: Time::ZERO,
             path: None,
             changes: (0, now),
+            relayed: 0,
+            relayed_since: None,
             all_changes: 0,
             first_direct: None,
             first_answer: None,
@@ -201,8 +209,16 @@ impl World {
     }
 
     /// An engine is about to send.
-    pub(crate) fn check_output(&self, party: PartyId, route: &Route, bytes: &[u8]) {
+    pub(crate) fn check_output(&mut self, party: PartyId, route: &Route, bytes: &[u8]) {
+        if self.is_watched() {
+            let kind = classify::datagram(bytes);
+            let kind = format!("{kind:?}").chars().take(12).collect::<String>();
+            self.note(format_args!("{party:?} sends {} bytes {kind} by {route:?}", bytes.len()));
+        }
         let Route::Udp(to) = route else { return };
+        if matches!(classify::datagram(bytes), Datagram::Disco(_)) {
+            self.parties[party.0].pinged.insert(*to);
+        }
         let p = &self.parties[party.0];
         if !node::is_usable_endpoint(to, false) {
             self.fail(format_args!("{party:?} sends to {to}, a forbidden address"));
@@ -210,8 +226,8 @@ impl World {
         if p.direct_off.is_some_and(|since| self.now > since + DIRECT_OFF_WITHIN) {
             self.fail(format_args!("{party:?} sends to {to} though direct paths are off (T-40)"));
         }
-        if matches!(classify::datagram(bytes), Datagram::WireGuard(_)) && !p.proven.contains(to) {
-            self.fail(format_args!("{party:?} sends data to {to}, which never sent a path message (T-07)"));
+        if matches!(classify::datagram(bytes), Datagram::WireGuard(_)) && !p.pinged.contains(to) {
+            self.fail(format_args!("{party:?} sends data to {to}, which it never pinged (T-07)"));
         }
     }
 
@@ -232,17 +248,29 @@ impl World {
         pair.all_changes += 1;
         if now > pair.changes.1 + secs(3600) {
             pair.changes = (0, now);
+            pair.relayed = 0;
         }
         // From none and to none is the session's doing.
         if now > disturbed_at + SETTLED_AFTER && before.is_some() && path.is_some() {
             pair.changes.0 += 1;
+            match (before, path) {
+                (Some(Path::Direct(_)), Some(Path::Relay(_))) => pair.relayed_since = Some(now),
+                (_, Some(Path::Direct(_))) => {
+                    let long = pair.relayed_since.take().is_some_and(|since| now > since + PROVEN_WITHIN);
+                    pair.relayed += u32::from(long);
+                }
+                _ => {}
+            }
+        } else {
+            pair.relayed_since = None;
         }
-        let changes = pair.changes.0;
+        let (changes, relayed) = (pair.changes.0, pair.relayed);
         self.note(format_args!("{party:?} -> {other:?}: {before:?} becomes {path:?}"));
         if changes > CHANGES_PER_HOUR {
-            self.fail(format_args!(
-                "{party:?} -> {other:?}: {changes} changes of path within an hour, nothing happened"
-            ));
+            self.fail(format_args!("{party:?} -> {other:?}: {changes} changes of path in an hour, nothing happened"));
+        }
+        if relayed > RELAYED_PER_HOUR {
+            self.fail(format_args!("{party:?} -> {other:?}: {relayed} times by relay in an hour, nothing happened"));
         }
     }
 

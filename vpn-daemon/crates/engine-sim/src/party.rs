@@ -87,8 +87,8 @@ pub(crate) struct Party {
     pub(crate) measuring: bool,
     pub(crate) out: Out,
     pub(crate) wake: Option<Time>,
-    /// UDP addresses that sent us a path message (T-07).
-    pub(crate) proven: BTreeSet<SocketAddr>,
+    /// UDP addresses that a path message went to (T-07).
+    pub(crate) pinged: BTreeSet<SocketAddr>,
     pub(crate) meter: Meter,
 }
 
@@ -135,7 +135,7 @@ impl Party {
             measuring: false,
             out: Out::default(),
             wake: None,
-            proven: BTreeSet::new(),
+            pinged: BTreeSet::new(),
             meter: Meter::default(),
         }
     }
@@ -161,7 +161,7 @@ impl Party {
         self.home = None;
         self.measuring = false;
         self.out = Out::default();
-        self.proven.clear();
+        self.pinged.clear();
     }
 }
 

@@ -121,6 +121,8 @@ pub struct World {
     pub(crate) steps: u64,
     trace: DefaultHasher,
     notes: VecDeque<String>,
+    /// Seconds between which every datagram is noted.
+    watched: Option<(u64, u64)>,
     /// Ports are lost at a rebind now and then.
     pub rebind_changes_port: bool,
 }
@@ -150,6 +152,7 @@ impl World {
             steps: 0,
             trace: DefaultHasher::new(),
             notes: VecDeque::new(),
+            watched: watched(),
             rebind_changes_port: false,
         }
     }
@@ -407,8 +410,9 @@ impl World {
         let v4 = datagram.destination.is_ipv4();
         let party = self.parties.iter().position(|p| p.host == host && (if v4 { p.v4 } else { p.v6 }) == port);
         let Some(party) = party.map(PartyId).filter(|party| self.parties[party.0].is_awake()) else { return };
-        if datagram.bytes.starts_with(&DISCO) {
-            self.parties[party.0].proven.insert(datagram.source);
+        if self.is_watched() {
+            let (len, source) = (datagram.bytes.len(), datagram.source);
+            self.note(format_args!("{party:?} gets {len} bytes from {source}"));
         }
         self.call(party, |engine, now, out| engine.handle_udp(datagram.source, &datagram.bytes, now, out));
     }
@@ -450,11 +454,15 @@ impl World {
         let mut out = std::mem::take(&mut p.out);
         call(&mut p.engine, now, &mut out);
         loop {
-            for packet in out.delivered.drain(..) {
+            for packet in std::mem::take(&mut out.delivered) {
                 self.delivered(party, &packet);
             }
             for (route, bytes) in std::mem::take(&mut out.sent) {
-                self.send(party, route, &bytes);
+                self.send(party, route, &bytes, &mut out);
+            }
+            // A datagram that cannot be sent may have others sent.
+            if !out.sent.is_empty() {
+                continue;
             }
             let Some(event) = self.parties[party.0].engine.poll_event() else { break };
             self.event(party, event);
@@ -467,7 +475,7 @@ impl World {
         p.wake = p.engine.poll_timeout().map(|at| at.saturating_duration_since(base) + slept);
     }
 
-    fn send(&mut self, party: PartyId, route: Route, bytes: &[u8]) {
+    fn send(&mut self, party: PartyId, route: Route, bytes: &[u8], out: &mut Out) {
         self.check_output(party, &route, bytes);
         (self.now, party, bytes.len(), matches!(route, Route::Udp(_))).hash(&mut self.trace);
         match route {
@@ -483,7 +491,7 @@ impl World {
                 };
                 if let Err(failure) = sent {
                     let now = self.instant(party);
-                    self.parties[party.0].engine.handle_send_failure(to, failure, now);
+                    self.parties[party.0].engine.handle_send_failure(to, failure, now, out);
                 }
             }
         }
@@ -737,10 +745,14 @@ impl World {
     }
 
     pub fn note(&mut self, what: fmt::Arguments<'_>) {
-        if self.notes.len() == NOTES {
+        if self.notes.len() >= NOTES && self.watched.is_none() {
             self.notes.pop_front();
         }
         self.notes.push_back(format!("{:>12.3} {what}", self.now.as_secs_f64()));
+    }
+
+    pub(crate) fn is_watched(&self) -> bool {
+        self.watched.is_some_and(|(from, to)| (from..to).contains(&self.now.as_secs()))
     }
 
     /// What happened lately.
@@ -775,5 +787,9 @@ impl World {
     }
 }
 
-/// What every path message begins with.
-const DISCO: [u8; 6] = [0x54, 0x53, 0xf0, 0x9f, 0x92, 0xac];
+/// `SIM_WATCH=100-110` has every datagram of those seconds noted.
+fn watched() -> Option<(u64, u64)> {
+    let text = std::env::var("SIM_WATCH").ok()?;
+    let (from, to) = text.split_once('-')?;
+    Some((from.parse().ok()?, to.parse().ok()?))
+}
