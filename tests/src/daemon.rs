@@ -159,6 +159,13 @@ impl Daemon {
         Ok(kill_process(id, signal)?)
     }
 
+    /// Writes another configuration and has it read.
+    pub fn reconfigure(&self, options: &Options) -> anyhow::Result<()> {
+        let folder = self.config.parent().context("the file is in a folder")?;
+        fs::write(&self.config, options.to_toml(folder))?;
+        self.signal(Signal::HUP)
+    }
+
     /// `Err` when it has ended.
     pub fn check_alive(&mut self) -> anyhow::Result<()> {
         match self.child.try_wait()? {

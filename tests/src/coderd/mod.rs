@@ -37,6 +37,7 @@ pub mod workspaces;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -90,7 +91,8 @@ pub(crate) struct Config {
     pub(crate) build_version: String,
     pub(crate) api_version: ApiVersion,
     pub(crate) hostname_suffix: Option<String>,
-    pub(crate) disable_direct: bool,
+    /// An administrator may change it while sessions stand.
+    pub(crate) disable_direct: Arc<AtomicBool>,
     pub(crate) force_websockets: bool,
     pub(crate) browser_only: bool,
     pub(crate) session_times: SessionTimes,
@@ -139,8 +141,8 @@ impl Builder {
     }
 
     #[must_use]
-    pub fn disable_direct(mut self) -> Self {
-        self.config.disable_direct = true;
+    pub fn disable_direct(self) -> Self {
+        self.config.disable_direct.store(true, Ordering::Relaxed);
         self
     }
 
@@ -327,7 +329,7 @@ impl Deployment {
                 build_version: "v2.26.0-devel+testbed".into(),
                 api_version: ApiVersion::default(),
                 hostname_suffix: Some("coder".into()),
-                disable_direct: false,
+                disable_direct: Arc::default(),
                 force_websockets: false,
                 browser_only: false,
                 session_times: SessionTimes::default(),
@@ -464,6 +466,11 @@ impl Deployment {
 
     pub fn faults(&self) -> &Faults {
         &self.shared.faults
+    }
+
+    /// What the connection settings say from now on; clients learn it when they ask again.
+    pub fn set_disable_direct(&self, disable: bool) {
+        self.shared.config.disable_direct.store(disable, Ordering::Relaxed);
     }
 
     /// The database fails: REST and dials answer 401 as real servers do then, new tunnels are refused, sessions go on.

@@ -132,7 +132,7 @@ impl Shared {
         let mut body = json!({
             "derp_map": derp_map::to_json(&self.derp_map.borrow()),
             "derp_force_websockets": self.config.force_websockets,
-            "disable_direct_connections": self.config.disable_direct,
+            "disable_direct_connections": self.config.disable_direct.load(std::sync::atomic::Ordering::Relaxed),
         });
         if let (Some(suffix), Some(members)) = (&self.config.hostname_suffix, body.as_object_mut()) {
             members.insert("hostname_suffix".into(), suffix.as_str().into());
