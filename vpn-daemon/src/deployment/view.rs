@@ -251,7 +251,7 @@ pub(super) fn diagnostics(snapshot: &Snapshot, relays: &Relays) -> ext::Diagnost
                 error: relay.error.or(relay.health).unwrap_or_default(),
             })
             .collect(),
-        dump: format!("{:#?}", snapshot.engine),
+        dump: format!("{:#?}\n{:#?}", snapshot.net, snapshot.engine),
         ..ext::DiagnosticsReply::default()
     }
 }

@@ -410,12 +410,13 @@ impl Engine {
             }
             Command::RelayDown(region) => {
                 self.cx.relays.down(region);
+                // Others are closed by ourselves, too, when nobody needs them.
                 if self.cx.relays.home() == Some(region) {
                     self.want_relay(region, now);
+                    // Whatever broke it may have changed how the network looks.
+                    self.cx.net.request(now);
+                    self.drive_report(now, sink);
                 }
-                // Whatever broke it may have changed how the network looks.
-                self.cx.net.request(now);
-                self.drive_report(now, sink);
                 for peer in self.peers.iter_mut() {
                     peer.settle(&mut self.cx, now);
                 }
