@@ -455,6 +455,12 @@ impl Engine {
             }
             Command::Direct(direct) => {
                 let allowed = self.cx.net.is_direct_allowed();
+                if direct != Direct::Allowed {
+                    // What peers still send us directly would be lost until they notice.
+                    for peer in self.peers.iter_mut().filter(|_| allowed) {
+                        peer.call_off(&mut self.cx, sink);
+                    }
+                }
                 let changed = self.cx.net.set_direct(direct, now);
                 self.publish_if(changed, now);
                 self.drive_report(now, sink);

@@ -183,7 +183,7 @@ impl Paths {
         doubt.pings += 1;
         let last = doubt.pings == DOUBT_PINGS;
         let wait = if last && doubt.alive { LAST_WAIT_ALIVE } else { LAST_WAIT };
-        doubt.next = now + if last { wait.max(best.latency * 3) } else { DOUBT_PING };
+        doubt.next = now + if last { wait.max(best.latency * 2) } else { DOUBT_PING };
         Check::Ping(address)
     }
 

@@ -316,6 +316,7 @@ impl Peer {
         if self.handshake_waits.is_some() {
             self.start_handshake(cx, sink, now);
         } else {
+            self.repeat_handshake(cx, sink, now);
             self.flush_held(cx, sink, now);
         }
         self.settle(cx, now);

@@ -302,7 +302,11 @@ impl Peer {
         if let (Via::Udp(address), Via::Udp(source)) = (ping.to, via) {
             path = Path::Direct(address);
             cx.net.note_udp_works();
+            let trusted = self.paths.trusted(now);
             self.proven(address, source, latency, pong.source, cx, now);
+            if trusted != self.paths.trusted(now) {
+                self.repeat_handshake(cx, sink, now);
+            }
         }
         let result = Ping { latency, path, at: now };
         self.last_ping = Some(result);
@@ -567,9 +571,6 @@ impl Peer {
             cx.counters.discovery_limited += 1;
             return false;
         }
-        if let Some(candidate) = self.candidates.find(address) {
-            candidate.last_ping = Some(now);
-        }
         self.send_ping(Via::Udp(address), question, cx, sink, now)
     }
 
@@ -662,6 +663,12 @@ impl Peer {
             return false;
         }
         self.pings.outstanding.push(Outstanding { tx, sent: now, to, question });
+        // Whoever pings back need not be pinged again.
+        if let Via::Udp(address) = to
+            && let Some(candidate) = self.candidates.find(address)
+        {
+            candidate.last_ping = Some(now);
+        }
         true
     }
 

@@ -218,6 +218,11 @@ impl Session {
         self.force_initiation(out, jitter, now)
     }
 
+    /// An initiation was sent and not answered yet.
+    pub(crate) fn is_initiating(&self) -> bool {
+        self.initiation.is_some()
+    }
+
     /// Whether traffic without a session should start a handshake: none is under way and the last try is not fresh.
     pub(crate) fn wants_initiation(&self, now: Instant) -> bool {
         self.initiation.is_none()

@@ -75,6 +75,24 @@ impl Peer {
         self.relay_or_ask(cx, now).map(|first| Ways { first, second: None })
     }
 
+    /// `ways` and the relay beside them, if one is connected. For handshake messages while no session stands: nothing else
+    /// would tell that a direct path has died meanwhile, and one that is lost costs 5 s.
+    fn with_relay(&mut self, ways: Ways, cx: &Common) -> Ways {
+        match (ways, self.region(cx), self.remote) {
+            (Ways { first: Route::Udp(_), second: None }, Some(region), Some(remote)) => {
+                Ways { second: Some(Route::Relay { region, peer: remote.key }), ..ways }
+            }
+            _ => ways,
+        }
+    }
+
+    /// A way to the peer was found: a handshake message that is under way may have taken another and be lost.
+    pub(crate) fn repeat_handshake(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        if !self.is_up(now) && self.session.as_ref().is_some_and(Session::is_initiating) {
+            self.start_handshake(cx, sink, now);
+        }
+    }
+
     /// The way by relay; without one, a connection to the peer's home is asked for.
     pub(crate) fn relay_or_ask(&mut self, cx: &mut Common, now: Instant) -> Option<Route> {
         let remote = self.remote?;
@@ -213,7 +231,7 @@ impl Peer {
         if self.session.is_none() || self.is_up(now) {
             return;
         }
-        let ways = self.ways(cx, now).filter(|ways| ways.is_open(cx, now));
+        let ways = self.ways(cx, now).filter(|ways| ways.is_open(cx, now)).map(|ways| self.with_relay(ways, cx));
         let (Some(ways), Some(session)) = (ways, &mut self.session) else {
             let open_at = cx.relays.open_at(now).filter(|at| *at > now);
             self.handshake_waits = Some(open_at.unwrap_or(now + LOOK_AGAIN));
@@ -263,6 +281,7 @@ impl Peer {
                 }
                 continue;
             };
+            let ways = if initiation && !self.is_up(now) { self.with_relay(ways, cx) } else { ways };
             cx.counters.initiations_sent += u64::from(initiation);
             send_control(message.get(..len).unwrap_or_default(), ways, cx, sink);
         }
@@ -289,6 +308,8 @@ impl Peer {
                 Opened::Reply(len) => {
                     self.heard_by(via);
                     if let Some(ways) = self.ways(cx, now) {
+                        // Who initiates by relay may not hear us directly any more.
+                        let ways = if matches!(via, Via::Relay(_)) { self.with_relay(ways, cx) } else { ways };
                         send_control(answer.get(..len).unwrap_or_default(), ways, cx, sink);
                     } else {
                         cx.counters.no_route += 1;

@@ -328,6 +328,16 @@ fn t40_direct_paths_can_be_forbidden_at_any_time() {
 }
 
 #[test]
+fn t40_no_packet_is_lost_when_direct_paths_are_forbidden() {
+    let mut world = World::direct();
+    assert!(world.probe(secs(1), ms(50)) <= ms(60));
+    let now = world.now;
+    world.client().apply(Command::Direct(Direct::DisabledByUser), now);
+    let gap = world.probe(secs(2), ms(50));
+    assert!(gap <= ms(110), "the agent goes on by relay at once: {gap:?}");
+}
+
+#[test]
 fn t03_a_path_message_by_relay_must_be_of_its_sender() {
     let mut world = World::direct();
     let captured = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
@@ -420,6 +430,8 @@ fn t42_an_idle_peer_is_asked_once_in_half_a_minute_and_stays_known_as_direct() {
     world.run(secs(300));
     let bytes: usize = world.udp_log[sent..].iter().map(|sent| sent.3).sum();
     assert!(bytes / 300 < 700, "{} bytes a second", bytes / 300);
+    let large = world.udp_log[sent..].iter().filter(|sent| sent.3 > 1000).count();
+    assert!(large <= 4 * 12, "a ping each way and its pong every 30 s at most, not {large} in 300 s");
     assert!(world.relayed - relayed < 100, "{}", world.relayed - relayed);
     assert_eq!(path(&mut world), direct(AGENT_AT));
 }
