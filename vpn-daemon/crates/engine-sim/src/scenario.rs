@@ -3,7 +3,6 @@
 
 use codervpn_engine::{Direct, LinkChange};
 
-use crate::network::Passage;
 use crate::party::PartyId;
 use crate::rng::Rng;
 use crate::site::{Family4, Site, SiteId};
@@ -75,6 +74,7 @@ pub fn play(seed: u64) -> Outcome {
         let next = next_trouble.min(next_talk).min(now + STEP).max(now + ms(1));
         scenario.world.run(next - now);
     }
+    scenario.world.show_watched();
     scenario.outcome(troubles)
 }
 
@@ -145,11 +145,7 @@ impl Scenario {
         let world = &mut self.world;
         match self.rng.below(16) {
             0 => {
-                world.note(format_args!("the router of {party:?} starts anew"));
-                if let Passage::Translated(nat) = &mut world.network.routers[router.0].v4 {
-                    nat.forget();
-                }
-                world.disturbed();
+                world.forget_mappings(party);
                 lasts = Time::ZERO;
             }
             1 | 2 => {

@@ -285,6 +285,7 @@ impl Row {
         let again = self.wait_for_path(&mut world, client, agent, begin);
         world.run(secs(20));
         self.check_path(&world, client, agent);
+        world.show_watched();
         Outcome { answered, direct, again, virtual_time: world.now }
     }
 

@@ -27,7 +27,8 @@ pub struct Wire {
     pub up: bool,
     /// False: UDP is swallowed, relays stay reachable.
     pub udp: bool,
-    pub(crate) last_arrival: [Time; 2],
+    #[doc(hidden)]
+    pub last_arrival: [Time; 2],
 }
 
 impl Default for Wire {

@@ -707,6 +707,31 @@ impl World {
         self.disturbed();
     }
 
+    /// The routers of a party start anew.
+    pub fn forget_mappings(&mut self, party: PartyId) {
+        self.note(format_args!("the routers of {party:?} forget their mappings"));
+        for router in self.network.routers_of(self.host(party)) {
+            if let Passage::Translated(nat) = &mut self.network.routers[router.0].v4 {
+                nat.forget();
+            }
+        }
+        self.disturbed();
+    }
+
+    /// Nothing passes between both by one family any more.
+    pub fn sever(&mut self, one: PartyId, other: PartyId, v4: bool) {
+        let outer = |party: PartyId| {
+            let host = &self.network.hosts[self.host(party).0];
+            let routers = self.network.routers_of(self.host(party));
+            let translated = routers.last().and_then(|router| self.network.routers[router.0].outer_v4());
+            if v4 { translated.or(host.v4) } else { host.v6 }
+        };
+        if let (Some(one), Some(other)) = (outer(one), outer(other)) {
+            self.network.severed.push((one, other));
+        }
+        self.disturbed();
+    }
+
     /// Direct paths are forbidden or allowed while everything runs.
     pub fn set_direct(&mut self, party: PartyId, direct: Direct) {
         self.note(format_args!("{party:?}: {direct:?}"));
@@ -730,6 +755,24 @@ impl World {
         self.parties[party.0].engine.peer(self.parties[other.0].id, now).and_then(|status| status.path)
     }
 
+    /// The router next to a party.
+    #[must_use]
+    pub fn router(&self, party: PartyId) -> usize {
+        self.network.routers_of(self.host(party))[0].0
+    }
+
+    #[must_use]
+    pub fn regions(&self) -> Vec<RegionId> {
+        self.relays.keys().copied().collect()
+    }
+
+    /// Bytes that a party sent so far, and how often its timers fired.
+    #[must_use]
+    pub fn spent(&self, party: PartyId) -> (u64, u64) {
+        let meter = &self.parties[party.0].meter;
+        (meter.bytes, meter.wakes)
+    }
+
     pub fn engine(&self, party: PartyId) -> &Engine {
         &self.parties[party.0].engine
     }
@@ -749,6 +792,13 @@ impl World {
             self.notes.pop_front();
         }
         self.notes.push_back(format!("{:>12.3} {what}", self.now.as_secs_f64()));
+    }
+
+    /// Shows what was watched, by the only way out there is.
+    pub(crate) fn show_watched(&self) {
+        if self.watched.is_some() {
+            self.fail(format_args!("nothing is wrong, but somebody watches"));
+        }
     }
 
     pub(crate) fn is_watched(&self) -> bool {
