@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use codervpn_engine as engine;
 use codervpn_proto::ext::PathKind;
 use codervpn_testbed::agent::WorkspaceAgent;
 use codervpn_testbed::coderd::{self, Deployment, derp_map};
@@ -126,6 +127,29 @@ impl Far {
         })
     }
 
+    async fn is_direct(&mut self) -> Result<bool> {
+        match self {
+            Self::Ours { agent, .. } => {
+                let snapshot = agent.as_ref().context("an agent runs")?.snapshot().await?;
+                Ok(snapshot.peers.iter().any(|peer| matches!(peer.path, Some(engine::Path::Direct(_)))))
+            }
+            Self::Go { agent, .. } => {
+                let status = agent.as_mut().context("an agent runs")?.process.call("status", Value::Null).await?;
+                Ok(status["peers"][0]["cur_addr"].as_str().is_some_and(|path| !path.is_empty()))
+            }
+        }
+    }
+
+    /// Until the agent's own packets go directly, too.
+    async fn until_direct(&mut self) -> Result<Duration> {
+        let begin = Instant::now();
+        while !self.is_direct().await? {
+            ensure!(begin.elapsed() < PATIENCE, "the agent's packets take the relay for good");
+            sleep(LOOK).await;
+        }
+        Ok(begin.elapsed())
+    }
+
     /// Kills the agent without a word and starts it again; returns when its new node was announced.
     async fn restart_agent(&mut self, lab: &Lab) -> Result<Instant> {
         match self {
@@ -201,6 +225,7 @@ async fn break_it(lab: &Lab, relay: &Arc<Relay>, near: &mut Near, far: &mut Far,
     let begin = Instant::now();
     answered(begin).await.context("no first answer")?;
     near.until_direct(true).await?;
+    far.until_direct().await?;
     sleep(LOST).await;
     let calm = probes.since(begin + LOST, LOST);
     table.row("relay to direct, at the beginning", calm, NONE, Some(IN_FLIGHT), "");
@@ -217,8 +242,9 @@ async fn break_it(lab: &Lab, relay: &Arc<Relay>, near: &mut Near, far: &mut Far,
     let begin = Instant::now();
     lab.restore_udp()?;
     let direct = near.until_direct(true).await?;
+    let both = direct + far.until_direct().await?;
     sleep(LOST * 2).await;
-    let remark = format!("direct after {} ms", direct.as_millis());
+    let remark = format!("direct after {} ms, both ways after {} ms", direct.as_millis(), both.as_millis());
     table.row("UDP restored", probes.since(begin, LOST), NONE, Some(IN_FLIGHT), &remark);
 
     let begin = Instant::now();
@@ -245,6 +271,7 @@ async fn break_it(lab: &Lab, relay: &Arc<Relay>, near: &mut Near, far: &mut Far,
 
     lab.restore_udp()?;
     near.until_direct(true).await?;
+    far.until_direct().await?;
     sleep(LOST).await;
     let begin = Instant::now();
     let announced = far.restart_agent(lab).await?;

@@ -87,6 +87,8 @@ pub(crate) struct Pings {
     heartbeat_at: Option<Instant>,
     /// How the peer sees us at the address in use.
     seen_as: Option<SocketAddr>,
+    /// The peer was told to forget the address under which it knows us, and no path has been proven since.
+    called_off: bool,
     /// Since when direct paths have been looked for, without a success yet.
     pub(crate) looking_since: Option<Instant>,
 }
@@ -109,6 +111,7 @@ impl Pings {
             call_waits: false,
             heartbeat_at: None,
             seen_as: None,
+            called_off: false,
             looking_since: None,
         }
     }
@@ -307,6 +310,11 @@ impl Peer {
             if trusted != self.paths.trusted(now) {
                 self.repeat_handshake(cx, sink, now);
             }
+            if self.pings.called_off && self.paths.trusted(now).is_some() {
+                self.pings.called_off = false;
+                // Else its packets would go on taking the relay until it pings us again by itself, up to 5 s with Go's.
+                self.call_now(cx, sink, now);
+            }
         }
         let result = Ping { latency, path, at: now };
         self.last_ping = Some(result);
@@ -482,6 +490,7 @@ impl Peer {
         let Some(remote) = self.remote else { return };
         let Some(region) = self.region(cx) else { return };
         let route = Route::Relay { region, peer: remote.key };
+        self.pings.called_off = true;
         self.send_disco(&Outgoing::CallMeMaybe(&[seen_as]), route, cx, sink);
         self.send_disco(&Outgoing::CallMeMaybe(&[]), route, cx, sink);
     }

@@ -127,6 +127,23 @@ fn udp_that_is_cut_silently_costs_about_a_second_and_comes_back_by_itself() {
 }
 
 #[test]
+fn a_peer_that_was_sent_to_the_relay_is_called_back_when_the_path_is_proven_again() {
+    let mut world = World::direct();
+    world.probe(secs(2), ms(50));
+    world.lose_udp = Box::new(|_, _, _| true);
+    world.probe(secs(10), ms(50));
+    world.lose_udp = Box::new(|_, _, _| false);
+    // The agent notices first here; the client lets go of the path because it is told to.
+    let (mut before, mut now) = (0, world.now);
+    while world.agent().path(DESKTOP, now) != direct(DESKTOP_AT) {
+        before = world.agent().engine.counters().disco_calls_sent;
+        world.run(ms(1));
+        now = world.now;
+    }
+    assert_eq!(world.agent().engine.counters().disco_calls_sent, before + 1);
+}
+
+#[test]
 fn a_cut_of_one_direction_is_noticed_too() {
     for (from, to) in [(DESKTOP_AT, AGENT_AT), (AGENT_AT, DESKTOP_AT)] {
         let mut world = World::direct();
