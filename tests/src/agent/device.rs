@@ -7,9 +7,12 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use codervpn_host::tun::{Frame, Written};
 use rustix::event::{EventfdFlags, eventfd};
 use vpn_daemon::tunnel::PacketDevice;
 
+/// More than any packet of the engine needs.
+const ROOM: usize = 2048;
 /// Packets that may wait in each direction: about a window of one fast connection.
 const PACKETS: usize = 512;
 /// Answers to what has come (acknowledgements) may exceed the bound by so much: the stack cannot hold them back.
@@ -22,6 +25,8 @@ pub(super) struct Device {
     to_engine: Arc<Pipe>,
     /// Tells the stack that there is room.
     stack: Signal,
+    room: Box<[u8; ROOM]>,
+    written: Written,
 }
 
 /// The stack's end.
@@ -37,7 +42,13 @@ pub(super) fn pair() -> io::Result<(Device, Port)> {
     let stack = Signal::new()?;
     let to_stack = Arc::new(Pipe::new(stack.clone()));
     let to_engine = Arc::new(Pipe::new(Signal::new()?));
-    let device = Device { to_stack: Arc::clone(&to_stack), to_engine: Arc::clone(&to_engine), stack: stack.clone() };
+    let device = Device {
+        to_stack: Arc::clone(&to_stack),
+        to_engine: Arc::clone(&to_engine),
+        stack: stack.clone(),
+        room: Box::new([0; ROOM]),
+        written: Written::default(),
+    };
     Ok((device, Port { from_engine: to_stack, to_engine, signal: stack }))
 }
 
@@ -92,7 +103,7 @@ impl Pipe {
 }
 
 impl PacketDevice for Device {
-    fn recv(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+    fn recv(&mut self, frame: &mut Frame) -> io::Result<()> {
         let mut state = self.to_engine.lock();
         let Some(packet) = state.packets.pop_front() else {
             if state.closed {
@@ -102,23 +113,33 @@ impl PacketDevice for Device {
             self.to_engine.reader.clear();
             return Err(io::ErrorKind::WouldBlock.into());
         };
-        let length = packet.len().min(buffer.len());
-        if let (Some(to), Some(from)) = (buffer.get_mut(..length), packet.get(..length)) {
-            to.copy_from_slice(from);
-        }
+        let filled = frame.fill(|buffer| {
+            let room = buffer.get_mut(..packet.len()).ok_or(io::ErrorKind::InvalidData)?;
+            room.copy_from_slice(&packet);
+            Ok(packet.len())
+        });
         state.spare.push(packet);
         if state.blocked && state.packets.len() <= PACKETS / 2 {
             state.blocked = false;
             self.stack.raise();
         }
-        Ok(length)
+        filled
     }
 
-    fn send(&mut self, packet: &[u8]) -> io::Result<()> {
+    fn room(&mut self, room: usize) -> Option<&mut [u8]> {
+        self.room.get_mut(..room)
+    }
+
+    fn commit(&mut self, length: usize) {
+        let packet = self.room.get(..length).unwrap_or_default();
         match self.to_stack.push(PACKETS, |room| room.extend_from_slice(packet)) {
-            true => Ok(()),
-            false => Err(io::ErrorKind::WouldBlock.into()),
+            true => self.written.note(1),
+            false => self.written.fail(1, io::ErrorKind::WouldBlock.into()),
         }
+    }
+
+    fn flush(&mut self) -> Written {
+        std::mem::take(&mut self.written)
     }
 
     fn as_fd(&self) -> BorrowedFd<'_> {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use std::{io, ptr};
 
 use codervpn_engine::{Command, Config, Direct, Engine, Path, PeerState};
+use codervpn_host::tun::{Frame, Written};
 use codervpn_testbed::relay::{Relay, RelayOptions as ServerOptions};
 use codervpn_underlay::{Dialer, DialerConfig, RelayAccess, RelayOptions, Relays};
 use codervpn_wire::node::coder_address;
@@ -79,6 +80,7 @@ struct Device {
     own: Arc<Traffic>,
     other: Arc<Traffic>,
     packet: Vec<u8>,
+    room: [u8; 2048],
 }
 
 impl Device {
@@ -89,7 +91,7 @@ impl Device {
 }
 
 impl PacketDevice for Device {
-    fn recv(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+    fn recv(&mut self, frame: &mut Frame) -> io::Result<()> {
         self.own.allocations.store(crate::ALLOCATIONS.get(), SeqCst);
         if !self.may_send() {
             let _ = rustix::io::read(&self.own.signal, &mut [0; 8]);
@@ -99,17 +101,26 @@ impl PacketDevice for Device {
             }
         }
         self.own.sent.fetch_add(1, SeqCst);
-        buffer[..self.packet.len()].copy_from_slice(&self.packet);
-        Ok(self.packet.len())
+        frame.fill(|buffer| {
+            buffer[..self.packet.len()].copy_from_slice(&self.packet);
+            Ok(self.packet.len())
+        })
     }
 
-    fn send(&mut self, packet: &[u8]) -> io::Result<()> {
-        assert_eq!(packet.len(), self.packet.len());
+    fn room(&mut self, room: usize) -> Option<&mut [u8]> {
+        self.room.get_mut(..room)
+    }
+
+    fn commit(&mut self, length: usize) {
+        assert_eq!(length, self.packet.len());
         let got = self.own.got.fetch_add(1, SeqCst) + 1;
         if got.is_multiple_of(WINDOW / 4) {
             self.other.raise();
         }
-        Ok(())
+    }
+
+    fn flush(&mut self) -> Written {
+        Written::default()
     }
 
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -148,7 +159,7 @@ impl Pair {
         let mut events = Vec::new();
         for ((config, packet), own) in configs.into_iter().zip(packets).zip(&traffic) {
             let other = traffic.iter().find(|other| !ptr::eq(*other, own)).unwrap();
-            let device = Device { own: own.clone(), other: other.clone(), packet };
+            let device = Device { own: own.clone(), other: other.clone(), packet, room: [0; 2048] };
             let (side, told) = Side::start(config, device, &relay).await;
             sides.push(side);
             events.push(told);

@@ -9,7 +9,11 @@ use super::Snapshot;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
     pub device_reads: u64,
+    /// System calls that wrote packets, and how many packets these were.
     pub device_writes: u64,
+    pub device_packets: u64,
+    /// Packets of the device whose headers made no sense.
+    pub device_bad: u64,
     /// Packets that the device did not take.
     pub device_dropped: u64,
     /// Batches handed to relays.
@@ -27,6 +31,8 @@ impl Snapshot {
         [
             ("device.reads", tunnel.device_reads),
             ("device.writes", tunnel.device_writes),
+            ("device.packets", tunnel.device_packets),
+            ("device.bad", tunnel.device_bad),
             ("device.dropped", tunnel.device_dropped),
             ("udp.sends", udp.sends),
             ("udp.sent_datagrams", udp.sent_datagrams),

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use codervpn_dns::{DNS_ADDRESS, Responder};
 use codervpn_engine::{self as engine, Engine};
+use codervpn_host::tun::Frame;
 use codervpn_underlay::{Incoming, Ports, RelayEvent};
 use codervpn_wire::node::Family;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -24,14 +25,14 @@ use super::outbox::{self, Outbox};
 use super::wake::Wake;
 use super::{Command, Snapshot, TunnelEvent};
 
-/// Packets taken from the device before the relays are looked at again.
+/// Reads of the device before the network is looked at again.
 const DEVICE_TURN: usize = 64;
 /// Receives on the UDP sockets before the device is looked at again.
 const NETWORK_TURN: usize = 4;
 /// Batches taken from the relays before the device is looked at again.
 const RELAY_TURN: usize = 4;
-/// A packet of the device; its MTU is 1280.
-const PACKET: usize = 2048;
+/// A read of more than this fills a send by itself: it leaves at once.
+const LARGE_READ: usize = 16 * 1024;
 /// So many failed reads in a row mean that the device is lost.
 const FAILED_READS: u32 = 64;
 /// Longest sleep. Nothing depends on it: it only bounds the damage of a timer that somebody forgot.
@@ -68,13 +69,13 @@ enum Turn {
 impl<D: PacketDevice> DataLoop<D> {
     /// Runs until it is told to stop, every handle is gone, or the device is lost.
     pub(super) fn run(mut self) {
-        let mut packet = [0; PACKET];
+        let mut frame = Frame::default();
         self.tell_ports(Instant::now());
         loop {
             let now = Instant::now();
             let from_network = self.take_from_network(now);
             let from_relays = self.take_from_relays(now);
-            let from_device = match self.take_from_device(&mut packet, now) {
+            let from_device = match self.take_from_device(&mut frame, now) {
                 Ok(full) => full,
                 Err(error) => return self.report_loss(&error),
             };
@@ -106,6 +107,7 @@ impl<D: PacketDevice> DataLoop<D> {
                 break;
             }
             came = true;
+            self.out.flush_device();
         }
         if came {
             self.out.flush_datagrams();
@@ -123,6 +125,7 @@ impl<D: PacketDevice> DataLoop<D> {
                     for packet in batch.packets() {
                         self.engine.handle_relay(region, packet.source, packet.payload, now, &mut self.out);
                     }
+                    self.out.flush_device();
                 }
                 Incoming::Event(event) => self.take_relay_event(event, now),
             }
@@ -155,13 +158,13 @@ impl<D: PacketDevice> DataLoop<D> {
     }
 
     /// True when there may be more.
-    fn take_from_device(&mut self, buffer: &mut [u8], now: Instant) -> io::Result<bool> {
+    fn take_from_device(&mut self, frame: &mut Frame, now: Instant) -> io::Result<bool> {
         for _ in 0..DEVICE_TURN {
             if self.out.paused_until(now).is_some() {
                 return Ok(false);
             }
-            let length = match self.out.device.recv(buffer) {
-                Ok(length) => length,
+            match self.out.device.recv(frame) {
+                Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) if outbox::is_loss(&error) => return Err(error),
@@ -171,16 +174,22 @@ impl<D: PacketDevice> DataLoop<D> {
                     self.failed_reads += 1;
                     return if self.failed_reads < FAILED_READS { Ok(false) } else { Err(error) };
                 }
-            };
+            }
             self.failed_reads = 0;
             self.out.counters.device_reads += 1;
-            let packet = buffer.get(..length).unwrap_or_default();
-            match &mut self.responder {
-                Some(responder) if is_for_responder(packet) => {
-                    responder.handle_packet(packet, now, &mut |answer| self.out.answer(answer));
-                    self.forward();
+            while let Some(packet) = frame.next() {
+                match &mut self.responder {
+                    Some(responder) if is_for_responder(packet) => {
+                        responder.handle_packet(packet, now, &mut |answer| self.out.answer(answer));
+                        self.forward();
+                    }
+                    _ => self.out.from_device(now, |out| self.engine.handle_tun(packet, now, out)),
                 }
-                _ => self.out.from_device(now, |out| self.engine.handle_tun(packet, now, out)),
+            }
+            self.out.counters.device_bad = frame.bad();
+            if frame.len() > LARGE_READ {
+                self.out.flush_datagrams();
+                self.out.flush_batches();
             }
         }
         Ok(true)
@@ -224,6 +233,7 @@ impl<D: PacketDevice> DataLoop<D> {
 
     /// Sends everything that waits for company.
     fn flush(&mut self, now: Instant) {
+        self.out.flush_device();
         self.out.flush_datagrams();
         self.out.flush_batches();
         let mut answered = false;

@@ -12,8 +12,6 @@ use codervpn_underlay::{SendBatch, SendError, SendGroup, UdpSockets};
 use super::Counters;
 use super::device::PacketDevice;
 
-/// More than any packet of the engine needs.
-const ROOM: usize = 2048;
 /// Regions with a batch in the making at the same time. One is the rule; beyond, the first is sent early.
 const OPEN_BATCHES: usize = 8;
 /// Destinations whose failure waits to be told to the engine, which is told after every run of packets. One of more is
@@ -34,7 +32,6 @@ pub(super) struct Outbox<D> {
     /// Regions whose queue asked us to pause reading from the device, and until when we do.
     congested: Vec<(RegionId, Instant)>,
     batches: Vec<(RegionId, SendBatch)>,
-    opened: Box<[u8; ROOM]>,
     /// The device is gone.
     lost: Option<io::Error>,
 }
@@ -101,7 +98,6 @@ impl<D: PacketDevice> Outbox<D> {
             },
             congested: Vec::with_capacity(OPEN_BATCHES),
             batches: Vec::with_capacity(OPEN_BATCHES),
-            opened: Box::new([0; ROOM]),
             lost: None,
         }
     }
@@ -154,8 +150,24 @@ impl<D: PacketDevice> Outbox<D> {
 
     /// A packet of ours, not of a peer: an answer of the responder.
     pub(super) fn answer(&mut self, packet: &[u8]) {
-        let sent = self.device.send(packet);
-        self.count_write(sent);
+        match self.device.room(packet.len()) {
+            Some(room) => {
+                room.copy_from_slice(packet);
+                self.device.commit(packet.len());
+            }
+            None => self.counters.device_dropped += 1,
+        }
+    }
+
+    /// Hands what was delivered to the device.
+    pub(super) fn flush_device(&mut self) {
+        let written = self.device.flush();
+        self.counters.device_writes += written.writes;
+        self.counters.device_packets += written.packets;
+        self.counters.device_dropped += written.dropped;
+        if let Some(error) = written.error.filter(is_loss) {
+            self.lost.get_or_insert(error);
+        }
     }
 
     /// Where the batch for `region` stands.
@@ -184,18 +196,6 @@ impl<D: PacketDevice> Outbox<D> {
                 self.congested.push((region, Instant::now() + LONGEST_PAUSE));
             }
             Sent::Dropped | Sent::NoSuchRegion => self.counters.relay_dropped += frames,
-        }
-    }
-
-    fn count_write(&mut self, sent: io::Result<()>) {
-        match sent {
-            Ok(()) => self.counters.device_writes += 1,
-            Err(error) => {
-                self.counters.device_dropped += 1;
-                if is_loss(&error) {
-                    self.lost.get_or_insert(error);
-                }
-            }
         }
     }
 }
@@ -233,12 +233,10 @@ impl<D: PacketDevice> Sink for Outbox<D> {
     }
 
     fn incoming(&mut self, room: usize) -> Option<&mut [u8]> {
-        self.opened.get_mut(..room)
+        self.device.room(room)
     }
 
     fn deliver(&mut self, len: usize) {
-        let Some(packet) = self.opened.get(..len) else { return };
-        let sent = self.device.send(packet);
-        self.count_write(sent);
+        self.device.commit(len);
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use codervpn_host::dns::{self, Backend as _, ConfiguredMode, DnsConfig, Mode, State, direct};
 use codervpn_host::routes::{Error, Prefix, RouteConfig, Routes, Watch};
-use codervpn_host::tun::{self, Tun};
+use codervpn_host::tun::{self, Frame, Tun};
 use codervpn_host::{Paths, cleanup};
 use common::{block_on, in_namespaces, ip, run};
 
@@ -51,11 +51,11 @@ fn our_rules() -> Vec<String> {
 }
 
 /// Waits for a packet that is neither multicast nor ours to ignore.
-fn receive(tun: &Tun) -> Vec<u8> {
-    let mut buffer = [0; 2048];
+fn receive(tun: &mut Tun) -> Vec<u8> {
+    let mut frame = Frame::default();
     loop {
-        match tun.recv(&mut buffer) {
-            Ok(length) => return buffer[..length].to_vec(),
+        match tun.recv(&mut frame) {
+            Ok(()) => return frame.next().unwrap().to_vec(),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                 let mut fds = [rustix::event::PollFd::from_borrowed_fd(tun.as_fd(), rustix::event::PollFlags::IN)];
                 let limit = rustix::event::Timespec { tv_sec: 5, tv_nsec: 0 };
@@ -65,6 +65,88 @@ fn receive(tun: &Tun) -> Vec<u8> {
             Err(error) => panic!("{error}"),
         }
     }
+}
+
+fn send(tun: &mut Tun, packet: &[u8]) {
+    tun.room(packet.len()).unwrap().copy_from_slice(packet);
+    tun.commit(packet.len());
+    let written = tun.flush();
+    assert_eq!((written.packets, written.dropped), (1, 0), "{written:?}");
+}
+
+/// Sends every packet back where it came from, until the device goes or `stop` is set. Returns packets and writes.
+fn mirror(tun: &mut Tun, stop: &std::sync::atomic::AtomicBool) -> (u64, u64) {
+    let mut frame = Frame::default();
+    let (mut packets, mut writes) = (0, 0);
+    while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+        match tun.recv(&mut frame) {
+            Ok(()) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                let mut fds = [rustix::event::PollFd::from_borrowed_fd(tun.as_fd(), rustix::event::PollFlags::IN)];
+                let limit = rustix::event::Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+                rustix::event::poll(&mut fds, Some(&limit)).unwrap();
+                continue;
+            }
+            Err(error) => panic!("{error}"),
+        }
+        while let Some(packet) = frame.next() {
+            let room = tun.room(packet.len()).unwrap();
+            room.copy_from_slice(packet);
+            room[8..24].copy_from_slice(&packet[24..40]);
+            room[24..40].copy_from_slice(&packet[8..24]);
+            room[40..42].copy_from_slice(&packet[42..44]);
+            room[42..44].copy_from_slice(&packet[40..42]);
+            tun.commit(packet.len());
+        }
+        let written = tun.flush();
+        assert_eq!(written.dropped, 0, "{written:?}");
+        packets += written.packets;
+        writes += written.writes;
+    }
+    assert_eq!(frame.bad(), 0);
+    (packets, writes)
+}
+
+/// A connection whose packets come back mirrored is connected to itself (RFC 9293, simultaneous open): what is written is
+/// read again, after the kernel cut it nowhere, we cut it, joined it, and the kernel took it apart.
+fn echo_through(tun: &mut Tun, bytes: usize) -> (u64, u64) {
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let sent: Vec<u8> = (0..bytes as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 11) as u8).collect();
+    std::thread::scope(|scope| {
+        let counts = scope.spawn(|| mirror(tun, &stop));
+        let peer: Ipv6Addr = PEER.parse().unwrap();
+        let stream = std::net::TcpStream::connect_timeout(&(peer, 7).into(), Duration::from_secs(5)).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        let mut writer = stream.try_clone().unwrap();
+        let mut got = vec![0; bytes];
+        scope.spawn({
+            let sent = &sent;
+            move || std::io::Write::write_all(&mut writer, sent).unwrap()
+        });
+        std::io::Read::read_exact(&mut &stream, &mut got).unwrap();
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(sent == got, "bytes changed on the way");
+        counts.join().unwrap()
+    })
+}
+
+#[test]
+fn bulk_data_passes_the_device_in_super_packets_and_also_without_offload() {
+    in_namespaces("bulk_data_passes_the_device_in_super_packets_and_also_without_offload", || {
+        let (_dir, paths) = temporary();
+        let mut tun = Tun::open("coder0", tun::MTU).unwrap();
+        // Rule and route stay when their handle goes.
+        block_on(async { drop(Routes::apply(&tun, &route_config(), &paths).await.unwrap()) });
+        const BYTES: usize = 20_000_000;
+        let (packets, writes) = echo_through(&mut tun, BYTES);
+        assert!(packets as usize >= BYTES / 1208, "{packets}");
+        assert!(writes * 8 < packets, "{packets} packets in {writes} writes");
+        assert!(ip("-d link show coder0").contains("gso_max_size 59264 gso_max_segs 49"));
+        // What a kernel without segmentation offload leaves: one packet a read, joined or not as it takes them.
+        tun.without_offload();
+        let (packets, _) = echo_through(&mut tun, BYTES / 10);
+        assert!(packets as usize >= BYTES / 10 / 1208);
+    });
 }
 
 #[test]
@@ -77,7 +159,7 @@ fn packets_for_the_prefix_reach_the_device_and_answers_come_back() {
         ip("-6 route add default dev exit0 table 52");
         ip("-6 rule add priority 5270 lookup 52");
 
-        let tun = Tun::open("coder0", tun::MTU).unwrap();
+        let mut tun = Tun::open("coder0", tun::MTU).unwrap();
         assert_eq!(tun.name(), "coder0");
         block_on(async {
             let routes = Routes::apply(&tun, &route_config(), &paths).await.unwrap();
@@ -105,7 +187,7 @@ fn packets_for_the_prefix_reach_the_device_and_answers_come_back() {
             let peer: Ipv6Addr = PEER.parse().unwrap();
             socket.send_to(b"there", (peer, 7)).unwrap();
             // N-08: no solicitation or report comes first.
-            let mut packet = receive(&tun);
+            let mut packet = receive(&mut tun);
             assert_eq!(packet[0] >> 4, 6);
             assert_eq!(packet[6], 17);
             assert_eq!(packet[24..40], peer.octets());
@@ -116,7 +198,7 @@ fn packets_for_the_prefix_reach_the_device_and_answers_come_back() {
             packet[8..24].copy_from_slice(&destination);
             packet[24..40].copy_from_slice(&source);
             packet[40..44].rotate_left(2);
-            tun.send(&packet).unwrap();
+            send(&mut tun, &packet);
             let mut answer = [0; 16];
             let (length, from) = socket.recv_from(&mut answer).unwrap();
             assert_eq!(&answer[..length], b"there");
@@ -229,7 +311,7 @@ fn crashes_never_pile_up_rules() {
 fn damage_is_heard_and_repaired() {
     in_namespaces("damage_is_heard_and_repaired", || {
         let (_dir, paths) = temporary();
-        let tun = Tun::open("coder0", tun::MTU).unwrap();
+        let mut tun = Tun::open("coder0", tun::MTU).unwrap();
         block_on(async {
             let mut routes = Routes::apply(&tun, &route_config(), &paths).await.unwrap();
             let watch = Watch::new().unwrap();
@@ -254,8 +336,7 @@ fn damage_is_heard_and_repaired() {
             ip("link del coder0");
             let error = routes.check().await.unwrap_err();
             assert!(matches!(error, Error::InterfaceGone), "{error}");
-            let mut buffer = [0; 64];
-            let gone = tun.recv(&mut buffer).unwrap_err();
+            let gone = tun.recv(&mut Frame::default()).unwrap_err();
             assert_ne!(gone.kind(), std::io::ErrorKind::WouldBlock, "{gone}");
             routes.undo().await.unwrap();
         });

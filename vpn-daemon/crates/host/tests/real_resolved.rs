@@ -13,7 +13,7 @@ use std::time::Duration;
 use codervpn_host::Paths;
 use codervpn_host::dns::{self, ConfiguredMode, DnsConfig, Mode, State};
 use codervpn_host::routes::{Prefix, RouteConfig, Routes};
-use codervpn_host::tun::{self, Tun};
+use codervpn_host::tun::{self, Frame, Tun};
 use common::bus::PrivateBus;
 use common::{block_on, in_namespaces, run, skip};
 use futures_util::StreamExt as _;
@@ -114,8 +114,7 @@ fn auto_finds_resolved_and_our_names_come_to_us_alone() {
         block_on(async {
             let service = Service::start(&root, &bus).await;
             let routes = Routes::apply(&tun, &RouteConfig::new(own, prefix), &paths).await.unwrap();
-            let tun = std::sync::Arc::new(tun);
-            let names = serve(std::sync::Arc::clone(&tun));
+            let names = serve(tun);
 
             let mut installed = dns::install(ConfiguredMode::Auto, &paths, &config).await.unwrap();
             assert_eq!(installed.choice.mode, Mode::Resolved, "{installed:?}");
@@ -194,18 +193,20 @@ fn ask_stub(name: &str) -> Option<Vec<u8>> {
 }
 
 /// Our server inside the tunnel: answers every AAAA with the agent and tells which names came.
-fn serve(tun: std::sync::Arc<Tun>) -> mpsc::Receiver<String> {
+fn serve(mut tun: Tun) -> mpsc::Receiver<String> {
     let (sender, names) = mpsc::channel();
     let server: Ipv6Addr = SERVER.parse().unwrap();
     std::thread::spawn(move || {
-        let mut buffer = [0; 2048];
+        let mut frame = Frame::default();
         loop {
-            match tun.recv(&mut buffer) {
-                Ok(length) => {
-                    let packet = &buffer[..length];
-                    if length > 60 && packet[6] == 17 && packet[24..40] == server.octets() {
+            match tun.recv(&mut frame) {
+                Ok(()) => {
+                    let packet = frame.next().unwrap();
+                    if packet.len() > 60 && packet[6] == 17 && packet[24..40] == server.octets() {
                         let (name, reply) = answer(packet);
-                        tun.send(&reply).unwrap();
+                        tun.room(reply.len()).unwrap().copy_from_slice(&reply);
+                        tun.commit(reply.len());
+                        assert_eq!(tun.flush().dropped, 0);
                         if sender.send(name).is_err() {
                             return;
                         }

@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use super::record::Record;
 use super::{Error, Prefix, RULE_PRIORITY, RouteConfig, TABLE, TX_QUEUE_LENGTH};
 use crate::Paths;
-use crate::tun::Tun;
+use crate::tun::{GSO_MAX_SIZE, SEGMENTS_PER_SEND, Tun};
 
 /// More copies of one rule than any number of crashes leaves, since each start removes them; a
 /// bound so that a kernel that keeps answering "deleted" cannot hold us.
@@ -157,7 +157,16 @@ impl Routes {
             .set(message)
             .execute()
             .await
-            .map_err(|error| netlink_error("set the network interface up", error))
+            .map_err(|error| netlink_error("set the network interface up", error))?;
+        // Old kernels cannot be told; then a super-packet takes two sends.
+        let message = LinkUnspec::new_with_index(self.index)
+            .append_extra_attribute(LinkAttribute::GsoMaxSize(GSO_MAX_SIZE))
+            .append_extra_attribute(LinkAttribute::GsoMaxSegs(SEGMENTS_PER_SEND))
+            .build();
+        if let Err(error) = self.netlink.handle.link().set(message).execute().await {
+            tracing::debug!(%error, "super-packets keep their size");
+        }
+        Ok(())
     }
 
     /// The switch of this one link; the machine's own setting is never touched (3.2).

@@ -1,22 +1,55 @@
 //! The Linux device: `/dev/net/tun`, single queue (a second queue would let another process
-//! attach to the same device and split the traffic), never persistent, offload switched off.
+//! attach to the same device and split the traffic), never persistent, with segmentation offload
+//! where the kernel has it (`fast-path.md` 4.1): decided when it is opened, and again when a write
+//! is refused.
 
-use std::io;
+use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
 use rustix::io::Errno;
 use tun::AbstractDevice as _;
 
-use super::{Error, is_valid_name};
+use super::offload::{Frame, Joined, Kind, Piece, Runs};
+use super::{Error, Written, is_valid_name};
 
-/// An open TUN device. `recv` and `send` never block; wait with `poll(2)` on [`AsFd`].
+/// Packets that wait to be written. More than the largest super-packet, small enough for the cache; a full arena is
+/// written early.
+const ARENA: usize = 256 * 1024;
+/// The header of the device, the headers of the packet, and its pieces.
+const SLICES: usize = 66;
+
+const TUN_F_CSUM: libc::c_uint = 0x01;
+const TUN_F_TSO4: libc::c_uint = 0x02;
+const TUN_F_TSO6: libc::c_uint = 0x04;
+const TUN_F_USO4: libc::c_uint = 0x20;
+const TUN_F_USO6: libc::c_uint = 0x40;
+const TUNSETOFFLOAD: libc::Ioctl = 0x4004_54d0_u32 as libc::Ioctl;
+
+/// An open TUN device. Nothing in it blocks; wait with `poll(2)` on [`AsFd`].
 #[derive(Debug)]
 pub struct Tun {
     fd: OwnedFd,
     name: String,
     index: u32,
     mtu: u32,
+    /// Packets have the device's header in front.
+    has_header: bool,
+    outgoing: Outgoing,
+}
+
+/// Packets on their way to the kernel.
+struct Outgoing {
+    arena: Box<[u8]>,
+    used: usize,
+    runs: Runs,
+    written: Written,
+}
+
+impl std::fmt::Debug for Outgoing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Outgoing({} bytes)", self.used)
+    }
 }
 
 impl Tun {
@@ -32,13 +65,12 @@ impl Tun {
             return Err(Error::NameTaken { name: name.to_owned() });
         }
 
-        let mut configuration = tun::Configuration::default();
-        configuration.tun_name(name);
-        // Without this the crate configures IPv4 settings that we do not have.
-        configuration.platform_config(|platform| {
-            platform.ensure_root_privileges(false);
-        });
-        let device = tun::create(&configuration).map_err(|error| open_error(name, error))?;
+        let (device, has_header) = match create(name, true) {
+            // Kernels and sandboxes that do not know the header refuse it with EINVAL.
+            Err(error) if is_invalid(&error) => (create(name, false), false),
+            result => (result, true),
+        };
+        let device = device.map_err(|error| open_error(name, error))?;
         let io = |source: io::Error| Error::Io { name: name.to_owned(), source };
         let index = device
             .tun_index()
@@ -54,7 +86,15 @@ impl Tun {
         let flags = rustix::fs::fcntl_getfl(&fd).map_err(|e| io(e.into()))?;
         rustix::fs::fcntl_setfl(&fd, flags | rustix::fs::OFlags::NONBLOCK).map_err(|e| io(e.into()))?;
 
-        Ok(Tun { fd, name: name.to_owned(), index, mtu })
+        let offload = has_header && set_offload(&fd);
+        tracing::debug!(name, has_header, offload, "TUN device");
+        let outgoing = Outgoing {
+            arena: vec![0; ARENA].into_boxed_slice(),
+            used: 0,
+            runs: Runs::new(offload),
+            written: Written::default(),
+        };
+        Ok(Tun { fd, name: name.to_owned(), index, mtu, has_header, outgoing })
     }
 
     pub fn name(&self) -> &str {
@@ -70,27 +110,145 @@ impl Tun {
         self.mtu
     }
 
-    /// Reads one packet. `WouldBlock` when there is none; any other error means that the device
-    /// is gone (`dns-and-os.md` 6.5). A packet longer than `buffer` is cut: give at least the MTU.
-    pub fn recv(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        loop {
-            match rustix::io::read(&self.fd, &mut *buffer) {
-                Err(Errno::INTR) => {}
-                result => return result.map_err(io::Error::from),
-            }
-        }
+    /// Switches super-packets off in both directions, as on a system that has none.
+    pub fn without_offload(&mut self) {
+        // SAFETY: as in `set_offload`.
+        unsafe { libc::ioctl(self.fd.as_raw_fd(), TUNSETOFFLOAD, libc::c_ulong::from(0_u8)) };
+        (self.outgoing.runs.join_tcp, self.outgoing.runs.join_udp) = (false, false);
     }
 
-    /// Hands one packet to the kernel. `WouldBlock` when it takes none at the moment (drop it and
-    /// count), `InvalidInput` when it is not an IP packet, EIO while the device is down.
-    pub fn send(&self, packet: &[u8]) -> io::Result<usize> {
-        loop {
-            match rustix::io::write(&self.fd, packet) {
+    /// Reads what the kernel has next, up to 64 KiB of packets at once. `WouldBlock` when there is
+    /// nothing; any other error means that the device is gone (`dns-and-os.md` 6.5).
+    pub fn recv(&mut self, frame: &mut Frame) -> io::Result<()> {
+        let fd = &self.fd;
+        let read = |buffer: &mut [u8]| loop {
+            match rustix::io::read(fd, &mut *buffer) {
                 Err(Errno::INTR) => {}
                 result => return result.map_err(io::Error::from),
             }
+        };
+        if self.has_header { frame.fill_with_header(read) } else { frame.fill(read) }
+    }
+
+    /// Room for a packet of up to `room` bytes that [`Tun::commit`] completes.
+    pub fn room(&mut self, room: usize) -> Option<&mut [u8]> {
+        if self.outgoing.arena.len() - self.outgoing.used < room {
+            self.write_out();
+        }
+        let used = self.outgoing.used;
+        self.outgoing.arena.get_mut(used..used + room)
+    }
+
+    /// The first `length` bytes of the last room are one packet. It leaves with the next flush, or
+    /// before it when too much waits.
+    pub fn commit(&mut self, length: usize) {
+        let Outgoing { arena, used, runs, .. } = &mut self.outgoing;
+        let piece = Piece { at: *used, length: length.min(arena.len() - *used) };
+        *used += piece.length;
+        if runs.add(arena, piece) {
+            return;
+        }
+        // What waits is written; this packet stays where it is and begins anew.
+        self.write_runs();
+        let Outgoing { arena, runs, .. } = &mut self.outgoing;
+        runs.add(arena, piece);
+    }
+
+    /// Hands everything committed to the kernel and says what came of it since the last flush.
+    pub fn flush(&mut self) -> Written {
+        self.write_out();
+        std::mem::take(&mut self.outgoing.written)
+    }
+
+    fn write_out(&mut self) {
+        self.write_runs();
+        self.outgoing.used = 0;
+    }
+
+    fn write_runs(&mut self) {
+        let Outgoing { arena, runs, written, .. } = &mut self.outgoing;
+        if runs.is_empty() {
+            return;
+        }
+        let mut refused = None;
+        let (fd, has_header) = (&self.fd, self.has_header);
+        runs.flush(arena, |joined| {
+            let packets = joined.pieces.len() as u64;
+            match write_joined(fd, has_header, arena, &joined) {
+                Ok(()) => written.note(packets),
+                Err(Errno::INVAL) if packets > 1 => {
+                    refused = Some(joined.kind);
+                    for piece in joined.pieces {
+                        let single = Joined::single(std::slice::from_ref(piece));
+                        match write_joined(fd, has_header, arena, &single) {
+                            Ok(()) => written.note(1),
+                            Err(error) => written.fail(1, error.into()),
+                        }
+                    }
+                }
+                Err(error) => written.fail(packets, error.into()),
+            }
+        });
+        match refused {
+            None => return,
+            Some(Kind::Udp) => runs.join_udp = false,
+            Some(_) => runs.join_tcp = false,
+        }
+        tracing::info!(name = self.name, kind = ?refused, "the kernel takes no joined packets of this kind");
+    }
+}
+
+fn write_joined(fd: &OwnedFd, has_header: bool, arena: &[u8], joined: &Joined<'_>) -> Result<(), Errno> {
+    let mut slices = [IoSlice::new(&[]); SLICES];
+    let headers = joined.headers();
+    let mut parts = 0;
+    let mut add = |bytes| {
+        if let Some(place) = slices.get_mut(parts) {
+            *place = IoSlice::new(bytes);
+            parts += 1;
+        }
+    };
+    if has_header {
+        add(&joined.vnet);
+    }
+    if !headers.is_empty() {
+        add(headers);
+    }
+    for piece in joined.pieces {
+        add(arena.get(piece.at + headers.len()..piece.at + piece.length).unwrap_or_default());
+    }
+    loop {
+        match rustix::io::writev(fd, slices.get(..parts).unwrap_or_default()) {
+            Err(Errno::INTR) => {}
+            result => return result.map(drop),
         }
     }
+}
+
+fn create(name: &str, has_header: bool) -> Result<tun::Device, tun::Error> {
+    let mut configuration = tun::Configuration::default();
+    configuration.tun_name(name);
+    // Without the first the crate configures IPv4 settings that we do not have.
+    configuration.platform_config(|platform| {
+        platform.ensure_root_privileges(false);
+        platform.vnet_hdr(has_header);
+    });
+    tun::create(&configuration)
+}
+
+fn is_invalid(error: &tun::Error) -> bool {
+    matches!(error, tun::Error::Io(source) if Errno::from_io_error(source) == Some(Errno::INVAL))
+}
+
+/// Asks for super-packets; without the header there is nowhere to say where they are to be cut.
+fn set_offload(fd: &OwnedFd) -> bool {
+    let tcp = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6;
+    // Kernels before 6.2 know no UDP segmentation and refuse all for it.
+    [tcp | TUN_F_USO4 | TUN_F_USO6, tcp].into_iter().any(|flags| {
+        // SAFETY: the request takes its argument by value and touches no memory of ours; `fd` is
+        // open for the whole call.
+        unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETOFFLOAD, libc::c_ulong::from(flags)) == 0 }
+    })
 }
 
 impl AsFd for Tun {

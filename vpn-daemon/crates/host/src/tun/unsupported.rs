@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::Error;
+use super::{Error, Frame, Written};
 use crate::Unsupported;
 
 /// Never exists: [`Tun::open`] fails here.
@@ -26,11 +26,23 @@ impl Tun {
         match self.0 {}
     }
 
-    pub fn recv(&self, _buffer: &mut [u8]) -> io::Result<usize> {
+    pub fn without_offload(&mut self) {
         match self.0 {}
     }
 
-    pub fn send(&self, _packet: &[u8]) -> io::Result<usize> {
+    pub fn recv(&mut self, _frame: &mut Frame) -> io::Result<()> {
+        match self.0 {}
+    }
+
+    pub fn room(&mut self, _room: usize) -> Option<&mut [u8]> {
+        match self.0 {}
+    }
+
+    pub fn commit(&mut self, _length: usize) {
+        match self.0 {}
+    }
+
+    pub fn flush(&mut self) -> Written {
         match self.0 {}
     }
 }
