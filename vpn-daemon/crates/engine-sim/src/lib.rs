@@ -26,6 +26,7 @@ mod rng;
 pub mod scenario;
 mod site;
 pub mod topology;
+mod troubles;
 mod wire;
 mod world;
 

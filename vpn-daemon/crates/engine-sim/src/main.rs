@@ -9,15 +9,9 @@
 
 use std::io::Write as _;
 use std::process::ExitCode;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use codervpn_engine_sim::scenario::{self, Outcome};
-use codervpn_engine_sim::topology;
-
-/// After so many failures the rest would tell nothing new.
-const ENOUGH_FAILURES: usize = 8;
+use codervpn_engine_sim::{scenario, topology};
 
 #[derive(Default)]
 struct Args {
@@ -73,51 +67,11 @@ fn table(part: &str, seed: u64) -> ExitCode {
 
 fn many(hours: u64, first: u64) -> ExitCode {
     let begin = Instant::now();
-    let next = AtomicU64::new(first);
-    let sum = Mutex::new((Outcome::default(), Vec::new()));
-    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                loop {
-                    {
-                        let sum = sum.lock().expect("nobody panics with it");
-                        if sum.0.virtual_time.as_secs() >= hours * 3600 || sum.1.len() >= ENOUGH_FAILURES {
-                            return;
-                        }
-                    }
-                    let seed = next.fetch_add(1, Ordering::Relaxed);
-                    let outcome = std::panic::catch_unwind(|| scenario::play(seed));
-                    let mut sum = sum.lock().expect("nobody panics with it");
-                    match outcome {
-                        Ok(outcome) => sum.0.add(&outcome),
-                        Err(_) => {
-                            say(&format!("seed {seed} failed; repeat it with: cargo simulate -- --only {seed}"));
-                            sum.1.push(seed);
-                        }
-                    }
-                }
-            });
-        }
+    let many = scenario::many(hours, first, |seed| {
+        say(&format!("seed {seed} failed; repeat it with: cargo simulate -- --only {seed}"));
     });
-    let (outcome, failed) = sum.into_inner().expect("nobody panics with it");
-    say(&format!(
-        "{} simulated hours, seeds {first}..{}, in {:.1} s: {} events, {} troubles, {} requests, {} answers, {} of {} pairs direct at the end",
-        outcome.virtual_time.as_secs() / 3600,
-        next.into_inner(),
-        begin.elapsed().as_secs_f64(),
-        outcome.steps,
-        outcome.troubles,
-        outcome.asked,
-        outcome.answered,
-        outcome.direct,
-        outcome.pairs,
-    ));
-    if failed.is_empty() {
-        return ExitCode::SUCCESS;
-    }
-    say(&format!("{} seeds failed: {failed:?}", failed.len()));
-    ExitCode::FAILURE
+    say(&format!("{many} in {:.1} s", begin.elapsed().as_secs_f64()));
+    if many.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// The one door for output.

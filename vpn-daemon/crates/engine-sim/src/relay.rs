@@ -237,7 +237,7 @@ impl World {
     }
 
     /// A frame reaches the party, if the line is alive. Returns it when it may be read.
-    pub(crate) fn from_relay(&mut self, frame: Frame) -> Option<Frame> {
+    pub(crate) fn at_party(&mut self, frame: Frame) -> Option<Frame> {
         let party = &self.parties[frame.party.0];
         let same = party.links.get(&frame.region).is_some_and(|link| link.number == frame.link && link.up);
         if !same {

@@ -1,6 +1,10 @@
 //! Networks and troubles made up from a seed: who lives where, who talks to whom and when, and what breaks. Whatever comes
 //! of it, the invariants of the world must hold.
 
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
 use codervpn_engine::{Direct, LinkChange};
 
 use crate::party::PartyId;
@@ -14,6 +18,9 @@ use crate::{Nat, Ports, RegionId, Scope, Time, ms, secs};
 const LENGTH: Time = secs(2 * 3600);
 /// Time passes in steps of this: what no packet makes us look at is looked at then.
 const STEP: Time = secs(30);
+
+/// After so many failures the rest would tell nothing new.
+const ENOUGH_FAILURES: usize = 8;
 
 /// What a scenario came to.
 #[derive(Clone, Copy, Default, Debug)]
@@ -40,6 +47,61 @@ impl Outcome {
         self.pairs += other.pairs;
         self.fingerprint ^= other.fingerprint;
     }
+}
+
+/// What many scenarios came to.
+#[derive(Debug)]
+pub struct Many {
+    pub outcome: Outcome,
+    /// Seeds from the first up to this one, not included.
+    pub seeds: std::ops::Range<u64>,
+    pub failed: Vec<u64>,
+}
+
+impl fmt::Display for Many {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Outcome { virtual_time, steps, asked, answered, troubles, direct, pairs, .. } = &self.outcome;
+        let (hours, seeds) = (virtual_time.as_secs() / 3600, &self.seeds);
+        write!(f, "{hours} simulated hours, seeds {seeds:?}: {troubles} troubles, {steps} events, ")?;
+        write!(f, "{answered} of {asked} requests answered, {direct} of {pairs} pairs direct at the end")?;
+        if !self.failed.is_empty() {
+            write!(f, "; failed: {:?}", self.failed)?;
+        }
+        Ok(())
+    }
+}
+
+/// Plays scenarios from a seed on, on every core, until they last so many hours together or enough have failed.
+pub fn many(hours: u64, first: u64, failed: impl Fn(u64) + Sync) -> Many {
+    let next = AtomicU64::new(first);
+    let sum = Mutex::new((Outcome::default(), Vec::new()));
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
+    let lock = || sum.lock().unwrap_or_else(PoisonError::into_inner);
+    let work = || {
+        loop {
+            {
+                let sum = lock();
+                if sum.0.virtual_time >= secs(hours * 3600) || sum.1.len() >= ENOUGH_FAILURES {
+                    return;
+                }
+            }
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            match std::panic::catch_unwind(|| play(seed)) {
+                Ok(outcome) => lock().0.add(&outcome),
+                Err(_) => {
+                    failed(seed);
+                    lock().1.push(seed);
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(work);
+        }
+    });
+    let (outcome, failed) = sum.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Many { outcome, seeds: first..next.into_inner(), failed }
 }
 
 struct Scenario {

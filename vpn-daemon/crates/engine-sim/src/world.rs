@@ -6,9 +6,7 @@ use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Instant;
 
-use codervpn_engine::{
-    Command, Direct, Engine, Event, LinkChange, Path, RelayLatency, Role, Route, SendFailure, StunServer,
-};
+use codervpn_engine::{Command, Engine, Event, LinkChange, Path, RelayLatency, Role, Route, SendFailure, StunServer};
 use codervpn_wire::derp_map::{DerpMap, Reach, Region, RegionId, RelayNode};
 use codervpn_wire::node;
 use mock_instant::MockClock;
@@ -27,8 +25,6 @@ use crate::{Nat, SegmentId, Time, ms, secs};
 
 /// What is remembered of what happened, for those who ask why it went wrong.
 const NOTES: usize = 80;
-/// The slow side notices a change of interfaces after this long (5.2: `link debounce`).
-const LINK_DEBOUNCE: Time = ms(250);
 
 /// Packets of one conversation.
 #[derive(Clone, Debug)]
@@ -102,7 +98,7 @@ pub(crate) enum What {
 pub struct World {
     pub name: String,
     pub now: Time,
-    base: Instant,
+    pub(crate) base: Instant,
     pub(crate) rng: Rng,
     pub network: Network,
     pub(crate) sites: Sites,
@@ -243,7 +239,7 @@ impl World {
     }
 
     /// What a process does first.
-    fn start(&mut self, party: PartyId) {
+    pub(crate) fn start(&mut self, party: PartyId) {
         let port = 41_000 + self.rng.below(20_000) as u16;
         let p = &mut self.parties[party.0];
         (p.v4, p.v6) = (Some(port), Some(port));
@@ -344,7 +340,7 @@ impl World {
             }
             What::FromRelay { generation, frame } => {
                 if current(&self.parties, frame.party, generation)
-                    && let Some(frame) = self.from_relay(frame)
+                    && let Some(frame) = self.at_party(frame)
                 {
                     self.call(frame.party, |engine, now, out| {
                         engine.handle_relay(frame.region, frame.other, &frame.bytes, now, out);
@@ -426,7 +422,7 @@ impl World {
     fn timeout(&mut self, party: PartyId) {
         self.parties[party.0].meter.wakes += 1;
         let at = self.now;
-        self.call(party, |engine, now, out| engine.handle_timeout(now, out));
+        self.call(party, Engine::handle_timeout);
         let wake = self.parties[party.0].wake;
         assert!(wake.is_none_or(|wake| wake > at), "{party:?}: a timer that does not move on");
     }
@@ -512,17 +508,10 @@ impl World {
             Event::RelayWanted(region) => self.want_relay(party, region),
             Event::PeerChanged(id) => self.peer_changed(party, id),
             Event::Programmed(client) => {
-                if self.parties[party.0].role == Role::Agent {
-                    self.say(party, Said::Ready(client));
-                }
+                self.programmed(party, client);
             }
             Event::MeasureRelays => {
-                if !std::mem::replace(&mut self.parties[party.0].measuring, true) {
-                    let farthest = self.relays.keys().map(|region| self.relay_delay(party, *region) * 4).max();
-                    let online = self.network.is_online(self.parties[party.0].host);
-                    let takes = if online { farthest.unwrap_or_default() } else { secs(3) };
-                    self.push(takes, What::Measured { party, generation });
-                }
+                self.measure(party);
             }
             Event::RebindSockets => {
                 let takes = self.rng.between(ms(0), ms(3));
@@ -531,6 +520,22 @@ impl World {
             Event::PingDone { .. } => {}
             #[allow(unreachable_patterns, reason = "events that no party here asks for")]
             _ => {}
+        }
+    }
+
+    fn programmed(&mut self, party: PartyId, client: Uuid) {
+        if self.parties[party.0].role == Role::Agent {
+            self.say(party, Said::Ready(client));
+        }
+    }
+
+    fn measure(&mut self, party: PartyId) {
+        let generation = self.parties[party.0].generation;
+        if !std::mem::replace(&mut self.parties[party.0].measuring, true) {
+            let farthest = self.relays.keys().map(|region| self.relay_delay(party, *region) * 4).max();
+            let online = self.network.is_online(self.parties[party.0].host);
+            let takes = if online { farthest.unwrap_or_default() } else { secs(3) };
+            self.push(takes, What::Measured { party, generation });
         }
     }
 
@@ -563,184 +568,6 @@ impl World {
         }
         let (v4, v6) = (p.v4, p.v6);
         self.command(party, Command::SocketsBound { v4, v6 });
-    }
-
-    // Troubles.
-
-    /// Who depends on the network has some time to settle from now on.
-    pub fn disturbed(&mut self) {
-        self.disturbed_at = self.now;
-        let now = self.now;
-        for party in &mut self.parties {
-            party.meter.active = now;
-            party.meter.quiet = None;
-        }
-    }
-
-    /// The slow side notices that interfaces or addresses changed.
-    pub fn links_change(&mut self, party: PartyId, change: LinkChange) {
-        let generation = self.parties[party.0].generation;
-        self.push(LINK_DEBOUNCE, What::LinksChanged { party, generation, change });
-        self.disturbed();
-    }
-
-    fn links_changed(&mut self, party: PartyId, change: LinkChange) {
-        self.note(format_args!("{party:?}: links {change:?}"));
-        let addresses = self.network.addresses(self.parties[party.0].host);
-        self.command(party, Command::LocalAddresses(addresses));
-        self.command(party, Command::Link(change));
-        if change == LinkChange::Down {
-            for region in self.relays.keys().copied().collect::<Vec<_>>() {
-                self.drop_link(party, region);
-            }
-        } else {
-            self.check_links(party);
-            self.read_mailbox(party);
-        }
-    }
-
-    fn read_mailbox(&mut self, party: PartyId) {
-        for command in std::mem::take(&mut self.parties[party.0].mailbox) {
-            self.command(party, command);
-        }
-        self.introduce(party);
-    }
-
-    /// The cable is pulled, or plugged in again.
-    pub fn set_cable(&mut self, party: PartyId, up: bool) {
-        self.note(format_args!("{party:?}: cable {}", if up { "in" } else { "out" }));
-        let host = self.parties[party.0].host;
-        self.network.hosts[host.0].wire.up = up;
-        self.links_change(party, if up { LinkChange::Up } else { LinkChange::Down });
-    }
-
-    /// The machine is carried to another place.
-    pub fn move_to(&mut self, party: PartyId, site: SiteId) {
-        self.note(format_args!("{party:?} moves to {site:?}"));
-        let host = self.parties[party.0].host;
-        self.sites.move_host(host, site, &mut self.network);
-        for region in self.relays.keys().copied().collect::<Vec<_>>() {
-            // Their addresses are gone: what is under way is lost.
-            self.drop_link(party, region);
-        }
-        self.links_change(party, LinkChange::Major);
-    }
-
-    /// The machine is suspended for a while. The engine's clock stands still meanwhile, boringtun's does not.
-    pub fn suspend(&mut self, party: PartyId, time: Time) {
-        self.note(format_args!("{party:?} sleeps for {time:?}"));
-        let p = &mut self.parties[party.0];
-        if !p.is_awake() {
-            return;
-        }
-        p.asleep = Some(self.now);
-        p.wake = None;
-        self.disturbed();
-        self.at(time, move |world| world.resume(party));
-    }
-
-    fn resume(&mut self, party: PartyId) {
-        self.note(format_args!("{party:?} wakes up"));
-        let now = self.now;
-        let p = &mut self.parties[party.0];
-        let Some(since) = p.asleep.take() else { return };
-        p.slept += now - since;
-        let slept_long = now - since > secs(30);
-        self.disturbed();
-        self.call(party, |engine, now, out| engine.handle_timeout(now, out));
-        let generation = self.parties[party.0].generation;
-        // Relays have given up connections that took nothing for so long.
-        for region in self.relays.keys().copied().filter(|_| slept_long).collect::<Vec<_>>() {
-            let round_trip = self.relay_delay(party, region) * 2;
-            if let Some(link) = self.parties[party.0].links.get(&region).filter(|link| link.up).map(|link| link.number)
-            {
-                self.push(round_trip, What::Closed { party, generation, region, link });
-            }
-        }
-        self.links_change(party, LinkChange::Major);
-    }
-
-    /// The process is killed, and another one with a new key starts after `pause`; the coordinator notices after `notice`.
-    pub fn crash(&mut self, party: PartyId, pause: Time, notice: Time) {
-        self.note(format_args!("{party:?} crashes"));
-        let p = &mut self.parties[party.0];
-        if !p.alive || p.asleep.is_some() {
-            return;
-        }
-        self.drop_links_of_dead(party);
-        let p = &mut self.parties[party.0];
-        p.alive = false;
-        p.wake = None;
-        self.disturbed();
-        let generation = self.parties[party.0].generation;
-        self.at(notice, move |world| {
-            if world.parties[party.0].generation == generation {
-                world.lost(party);
-            }
-        });
-        self.at(pause, move |world| world.restart(party));
-    }
-
-    /// As `crash`, but the process says goodbye first.
-    pub fn leave(&mut self, party: PartyId, pause: Time) {
-        if self.parties[party.0].is_awake() {
-            self.push(ms(20), What::Do(Box::new(move |world| world.said(party, Said::Goodbye))));
-            self.crash(party, pause.max(ms(50)), secs(3600));
-        }
-    }
-
-    fn restart(&mut self, party: PartyId) {
-        self.note(format_args!("{party:?} starts again"));
-        self.lost(party);
-        let at = self.instant(party);
-        let mut rng = self.rng.fork();
-        self.parties[party.0].restart(&mut rng, at);
-        self.start(party);
-        if self.parties[party.0].role == Role::Client {
-            let wanted: Vec<_> = self.wanted.iter().filter(|(client, _)| *client == party).map(|(_, a)| *a).collect();
-            for agent in wanted {
-                let id = self.parties[agent.0].id;
-                self.command(party, Command::AddDestination(id));
-            }
-        }
-        self.introduce(party);
-        self.disturbed();
-    }
-
-    /// The routers of a party start anew.
-    pub fn forget_mappings(&mut self, party: PartyId) {
-        self.note(format_args!("the routers of {party:?} forget their mappings"));
-        for router in self.network.routers_of(self.host(party)) {
-            if let Passage::Translated(nat) = &mut self.network.routers[router.0].v4 {
-                nat.forget();
-            }
-        }
-        self.disturbed();
-    }
-
-    /// Nothing passes between both by one family any more.
-    pub fn sever(&mut self, one: PartyId, other: PartyId, v4: bool) {
-        let outer = |party: PartyId| {
-            let host = &self.network.hosts[self.host(party).0];
-            let routers = self.network.routers_of(self.host(party));
-            let translated = routers.last().and_then(|router| self.network.routers[router.0].outer_v4());
-            if v4 { translated.or(host.v4) } else { host.v6 }
-        };
-        if let (Some(one), Some(other)) = (outer(one), outer(other)) {
-            self.network.severed.push((one, other));
-        }
-        self.disturbed();
-    }
-
-    /// Direct paths are forbidden or allowed while everything runs.
-    pub fn set_direct(&mut self, party: PartyId, direct: Direct) {
-        self.note(format_args!("{party:?}: {direct:?}"));
-        let now = self.now;
-        let p = &mut self.parties[party.0];
-        p.direct = direct;
-        p.direct_off = (direct != Direct::Allowed).then_some(now);
-        self.command(party, Command::Direct(direct));
-        self.disturbed();
     }
 
     // Looking.
