@@ -231,11 +231,15 @@ fn udp(address: Ipv6Addr, direction: Direction, rate: f64, seconds: Duration) ->
         Direction::Down => {
             let socket = responder::datagram_socket()?;
             let stop = AtomicBool::new(false);
-            let port = socket.local_addr()?.port();
+            writeln!(order, "send {rate} {}", seconds.as_secs_f64())?;
+            answers.read_line(&mut line).context("the responder does not answer")?;
+            let port: u16 = line.trim().parse().context("the responder tells a port")?;
+            // Nobody may send to us what we did not ask for.
+            socket.send_to(b"from here", (address, port))?;
             std::thread::scope(|scope| {
                 let receiver = scope.spawn(|| responder::receive_datagrams(&socket, &stop));
                 let mut ask = || -> anyhow::Result<(u64, f64)> {
-                    writeln!(order, "send {port} {rate} {}", seconds.as_secs_f64())?;
+                    line.clear();
                     answers.read_line(&mut line).context("the responder does not answer")?;
                     let (sent, seconds) = line.trim().split_once(' ').context("the responder counts")?;
                     Ok((sent.parse()?, seconds.parse()?))

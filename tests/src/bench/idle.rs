@@ -34,6 +34,7 @@ pub(super) async fn run(options: &Options) -> anyhow::Result<ExitCode> {
     let begin = Instant::now();
     let (daemon, client) = start_daemon_alone(text("url")?, text("token")?, &links.client).await?;
     let pid = daemon.id().context("the daemon has ended")?;
+    let _: Value = server.ask("wake").await?;
     let known = timeout(PATIENCE * 2, async {
         loop {
             let agents = client.status().await?.ext.context("our status")?.agents;

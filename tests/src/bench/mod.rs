@@ -61,18 +61,20 @@ enum Which {
 pub fn run(options: &Options) -> anyhow::Result<ExitCode> {
     let isolated = || Setup::new().tun().release_programs();
     match &options.which {
-        Which::Paths(options) => isolated().foreign().run_program(async move || paths::run(options).await),
+        Which::Paths(options) => {
+            let setup = if options.smoke { Setup::new().tun().programs() } else { isolated() };
+            setup.foreign().run_program(async move || paths::run(options).await)
+        }
         Which::Idle(options) => isolated().run_program(async move || idle::run(options).await),
         Which::Generate(load) => generator::run(load).map(|()| ExitCode::SUCCESS),
         Which::Respond => responder::run().map(|()| ExitCode::SUCCESS),
-        Which::Agent { url, id, tun, relay_only } => in_runtime(roles::agent(url, *id, tun.clone(), *relay_only)),
-        Which::Server { listen, idle } => in_runtime(roles::server(*listen, *idle)),
+        Which::Agent { url, id, tun, relay_only } => in_runtime(1, roles::agent(url, *id, tun.clone(), *relay_only)),
+        Which::Server { listen, idle } => in_runtime(2, roles::server(*listen, *idle)),
     }
 }
 
-/// As the daemon's own runtime: one thread beside the one that moves packets.
-fn in_runtime(role: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<ExitCode> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+fn in_runtime(threads: usize, role: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
     runtime.block_on(role)?;
     // Reading stdin is a call that may never return.
     runtime.shutdown_background();

@@ -40,6 +40,9 @@ pub(super) struct Options {
     /// Succeed although a bar is missed
     #[arg(long)]
     no_bars: bool,
+    /// Everything once and shortly, with the programs of the tests, whatever the figures are
+    #[arg(long, conflicts_with_all = ["runs", "seconds"])]
+    pub(super) smoke: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -116,6 +119,10 @@ impl Servers {
 }
 
 pub(super) async fn run(options: &Options) -> anyhow::Result<ExitCode> {
+    let options = &match options.smoke {
+        true => Options { runs: 1, seconds: 0.3, no_bars: true, ..options.clone() },
+        false => options.clone(),
+    };
     let begin = Instant::now();
     let links = Links::new()?;
     let mut responder = Helper::start(Some(&links.agent), &["respond"])?;

@@ -84,7 +84,6 @@ fn source(mut stream: TcpStream) -> anyhow::Result<()> {
 }
 
 fn datagrams(mut stream: TcpStream) -> anyhow::Result<()> {
-    let peer = stream.peer_addr()?;
     let mut orders = BufReader::new(stream.try_clone()?);
     let mut order = String::new();
     orders.read_line(&mut order)?;
@@ -102,11 +101,14 @@ fn datagrams(mut stream: TcpStream) -> anyhow::Result<()> {
             })?;
             writeln!(stream, "{}", serde_json::to_string(&packets)?)?;
         }
-        ["send", port, rate, seconds] => {
+        ["send", rate, seconds] => {
             let from: IpAddr = stream.local_addr()?.ip();
             let socket = UdpSocket::bind((from, 0))?;
+            socket.set_read_timeout(Some(LIMIT))?;
+            writeln!(stream, "{}", socket.local_addr()?.port())?;
+            // Clients take only what answers something of theirs.
+            let (_, to) = socket.recv_from(&mut [0; 64])?;
             let begin = Instant::now();
-            let to = SocketAddr::new(peer.ip(), port.parse()?);
             let sent = send_datagrams(&socket, to, rate.parse()?, Duration::from_secs_f64(seconds.parse()?))?;
             writeln!(stream, "{sent} {}", begin.elapsed().as_secs_f64())?;
         }
@@ -163,7 +165,8 @@ pub(super) fn send_datagrams(socket: &UdpSocket, to: SocketAddr, rate: f64, time
         }
         let due = (elapsed.as_secs_f64() * rate) as u64 - missed;
         missed += due.saturating_sub(sent + BURST);
-        for _ in sent..due.min(sent + BURST) {
+        let burst = due.min(sent + BURST).saturating_sub(sent);
+        for _ in 0..burst {
             match socket.send_to(&payload, to) {
                 Ok(_) => sent += 1,
                 // A full queue of the device: the kernel did not take it.

@@ -2,6 +2,7 @@
 //! process of its own, so that what it uses is seen, prints one line when it is ready, and ends with its stdin.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use codervpn_proto::tailnet::coordinate_request::UpdateSelf;
@@ -49,7 +50,7 @@ pub(super) async fn agent(url: &Url, id: Uuid, tun: Option<String>, relay_only: 
     Ok(())
 }
 
-/// Our deployment, with the relay inside, and with `idle` agents that are there and do nothing.
+/// Our deployment, with the relay inside; told to `wake` it has `idle` agents that are there and do nothing.
 pub(super) async fn server(listen: SocketAddr, idle: usize) -> anyhow::Result<()> {
     let deployment = Deployment::builder().listen(listen).start().await?;
     let user = deployment.add_user("bench");
@@ -58,12 +59,20 @@ pub(super) async fn server(listen: SocketAddr, idle: usize) -> anyhow::Result<()
         let workspace = deployment.create_workspace(&user, &format!("dev{number}"), &["main"])?;
         agents.push(workspace.agents.first().context("a workspace has agents")?.id);
     }
-    for id in agents.iter().copied().take(idle) {
-        sleeper(&deployment, id);
-    }
     say(&json!({"url": deployment.url().as_str(), "token": user.token(), "agents": agents}).to_string());
     let mut orders = orders();
-    while orders.next_line().await?.is_some() {}
+    while let Some(order) = orders.next_line().await? {
+        if order == "wake" {
+            // As machines come up, not all in one moment: the coordinator's queue for a client is short.
+            for some in agents.get(..idle).unwrap_or_default().chunks(50) {
+                for id in some {
+                    sleeper(&deployment, *id);
+                }
+                tokio::time::sleep(Duration::from_millis(25)).await;
+            }
+            say(&ready());
+        }
+    }
     deployment.stop().await;
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use codervpn_proto::ext::{PathKind, client_ext, service_ext};
+use codervpn_proto::ext::{AgentPath, PathKind, client_ext, service_ext};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
@@ -210,7 +210,7 @@ impl Pair {
             Client::Ours { client, .. } => {
                 let status = client.status().await?;
                 let agents = status.ext.context("our status")?.agents;
-                let path = agents.iter().find(|path| path.agent_id == self.id.as_bytes()).map(|path| path.kind());
+                let path = agents.iter().find(|path| path.agent_id == self.id.as_bytes()).map(AgentPath::kind);
                 Ok(match path {
                     Some(PathKind::Direct) => Some(Way::Direct),
                     Some(PathKind::Relay) => Some(Way::Relay),
@@ -345,6 +345,14 @@ pub(super) async fn start_daemon_alone(
     start_daemon(url, token, place, true).await
 }
 
+/// The release program, unless only those of the tests were built (`--smoke`).
+fn program() -> anyhow::Result<PathBuf> {
+    if std::env::var_os(binaries::BUILT).is_some() {
+        return binaries::codervpnd();
+    }
+    Ok(binaries::release_folder()?.join("codervpnd"))
+}
+
 async fn start_daemon(
     url: &str,
     token: &str,
@@ -354,7 +362,7 @@ async fn start_daemon(
     let folder = PathBuf::from("/run/bench");
     let socket = folder.join("vpn.sock");
     let mut process = place
-        .command(binaries::release_folder()?.join("codervpnd"))
+        .command(program()?)
         .args(["serve", "--dns-mode", "none", "--log", "error", "--tun-name", CLIENT_DEVICE])
         .arg(format!("--paths-direct={direct}"))
         .arg("--runtime-dir")
