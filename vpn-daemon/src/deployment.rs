@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use codervpn_control::{Api, ApiError, ConnectionSettings, ControlEvent, Handle, WorkspaceUpdate};
 use codervpn_engine as engine;
+use codervpn_host::links::{Change, Monitor};
 use codervpn_proto::ext::{ControlState, FailureCode};
 use codervpn_proto::vpn::StartProgressStage;
 use codervpn_underlay::Relays;
@@ -141,6 +142,13 @@ pub async fn serve(
     }
 }
 
+async fn next_change(links: &mut Option<Monitor>) -> Change {
+    match links {
+        Some(monitor) => monitor.changed().await,
+        None => std::future::pending().await,
+    }
+}
+
 /// Why a deployment does not run any more.
 enum End {
     Stopped,
@@ -166,6 +174,8 @@ struct Deployment {
     names: Names,
     view: View,
     pings: Pings,
+    /// The networks of this machine; `None` if they cannot be watched.
+    links: Option<Monitor>,
     /// Relays and STUN servers.
     survey: Survey,
     /// Whether packets may go to agents directly, as the engine was told.
@@ -202,6 +212,7 @@ impl Deployment {
                     None => return End::Failed(data_thread_ended()),
                 },
                 Some(request) = self.requests.recv() => self.take_request(request).await,
+                change = next_change(&mut self.links) => self.take_link_change(change).await,
                 command = self.survey.found() => {
                     let _ = self.tunnel.handle().apply(vec![command]).await;
                 }
@@ -264,6 +275,23 @@ impl Deployment {
         self.survey.set_map(&map);
         self.map = map.clone();
         let _ = self.tunnel.handle().apply(vec![engine::Command::DerpMap(map)]).await;
+    }
+
+    /// Whatever was learnt through the networks before is found out again; connections that died with them are replaced.
+    async fn take_link_change(&mut self, change: Change) {
+        tracing::info!(?change, "the networks of this machine have changed");
+        let mut commands: Vec<engine::Command> = party::local_addresses().await.into_iter().collect();
+        commands.push(engine::Command::Link(match change {
+            Change::Major => engine::LinkChange::Major,
+            Change::Minor => engine::LinkChange::Minor,
+            Change::Down => engine::LinkChange::Down,
+            Change::Up => engine::LinkChange::Up,
+        }));
+        let _ = self.tunnel.handle().apply(commands).await;
+        if matches!(change, Change::Major | Change::Up) {
+            self.relays.check_links();
+        }
+        self.refresh_soon();
     }
 
     async fn take_settings(&mut self, settings: Result<Result<ConnectionSettings, ApiError>, JoinError>) {

@@ -11,6 +11,7 @@ use codervpn_control::{
 use codervpn_dns::{Responder, Suffix, SuffixRules, ZoneHandle};
 use codervpn_engine::{self as engine, Engine};
 use codervpn_host::Paths;
+use codervpn_host::links::Monitor;
 use codervpn_host::routes::{self, Prefix, RouteConfig, Routes};
 use codervpn_host::tun::{self, Tun};
 use codervpn_proto::ext::FailureCode;
@@ -130,6 +131,13 @@ pub(super) async fn bring_up(
     });
     let mut survey = Survey::new(relays.clone(), dialer);
     survey.set_direct(direct == engine::Direct::Allowed);
+    let links = match Monitor::new().await {
+        Ok(monitor) => Some(monitor),
+        Err(error) => {
+            tracing::warn!(%error, "changes of networks are not seen");
+            None
+        }
+    };
     let mut deployment = Deployment {
         context: context.clone(),
         tunnel,
@@ -147,6 +155,7 @@ pub(super) async fn bring_up(
         names,
         view,
         pings: Pings::default(),
+        links,
         survey,
         direct,
         api,

@@ -17,6 +17,7 @@ pub mod cleanup;
 pub mod dns;
 #[cfg(target_os = "linux")]
 mod files;
+pub mod links;
 pub mod lock;
 mod paths;
 pub mod privilege;

@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use codervpn_host::dns::{self, Backend as _, ConfiguredMode, DnsConfig, Mode, State, direct};
+use codervpn_host::links::{self, Change, Monitor};
 use codervpn_host::routes::{Error, Prefix, RouteConfig, Routes, Watch};
 use codervpn_host::tun::{self, Frame, Tun};
 use codervpn_host::{Paths, cleanup};
@@ -210,6 +211,41 @@ fn packets_for_the_prefix_reach_the_device_and_answers_come_back() {
         assert!(!paths.state_dir.join("routes.json").exists());
         drop(tun);
         assert!(!ip("link").contains("coder0"));
+    });
+}
+
+/// The next change that is not minor: those depend on when the kernel tells of what.
+async fn significant(monitor: &mut Monitor) -> Change {
+    let next = async {
+        loop {
+            match monitor.changed().await {
+                Change::Minor => {}
+                change => return change,
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(8), next).await.expect("a change")
+}
+
+#[test]
+fn another_network_is_told_once_and_none_at_all_is_told_too() {
+    in_namespaces("another_network_is_told_once_and_none_at_all_is_told_too", || {
+        ip("link add up0 type veth peer name up0p");
+        ip("link set up0 up");
+        ip("link set up0p up");
+        ip("addr add 10.9.0.2/24 dev up0");
+        ip("route add default via 10.9.0.1");
+        assert_eq!(links::gateway(), Some("10.9.0.1".parse().unwrap()));
+        block_on(async {
+            let mut monitor = Monitor::new().await.unwrap();
+            ip("addr add 10.8.0.2/24 dev up0");
+            ip("route replace default via 10.8.0.1");
+            assert_eq!(significant(&mut monitor).await, Change::Major);
+            ip("link set up0 down");
+            assert_eq!(significant(&mut monitor).await, Change::Down);
+            ip("link set up0 up");
+            assert_eq!(significant(&mut monitor).await, Change::Up);
+        });
     });
 }
 

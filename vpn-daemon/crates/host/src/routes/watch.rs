@@ -13,6 +13,9 @@ use super::Error;
 /// Links, and IPv6 addresses, routes and rules: bit n−1 for group n.
 const GROUPS: u32 = 1 | 1 << (9 - 1) | 1 << (11 - 1) | 1 << (19 - 1);
 
+/// As above without rules, and IPv4 addresses and routes.
+const NETWORKS: u32 = 1 | 1 << (5 - 1) | 1 << (7 - 1) | 1 << (9 - 1) | 1 << (11 - 1);
+
 /// A netlink socket that only listens.
 #[derive(Debug)]
 pub struct Watch(AsyncFd<OwnedFd>);
@@ -20,11 +23,20 @@ pub struct Watch(AsyncFd<OwnedFd>);
 impl Watch {
     /// Must be called within a runtime.
     pub fn new() -> Result<Self, Error> {
+        Self::to(GROUPS)
+    }
+
+    /// Hears of links, and of addresses and routes of both families. Must be called within a runtime.
+    pub(crate) fn networks() -> Result<Self, Error> {
+        Self::to(NETWORKS)
+    }
+
+    fn to(groups: u32) -> Result<Self, Error> {
         let open = || -> io::Result<Self> {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             // NETLINK_ROUTE is protocol 0, the default.
             let socket = socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, None)?;
-            bind(&socket, &SocketAddrNetlink::new(0, GROUPS))?;
+            bind(&socket, &SocketAddrNetlink::new(0, groups))?;
             // SAFETY: an `OwnedFd` is open, always names the same socket, and lives as long as the `AsyncFd` that owns it.
             Ok(Self(unsafe { AsyncFd::register(socket) }?))
         };
