@@ -3,7 +3,8 @@
 //! First where the gateway maps our port, then where STUN servers saw us, then where both were a while ago (the mapping
 //! may still stand, and a peer that just learnt it would otherwise lose it), last this machine's own addresses. A peer
 //! pings all of them, so each has to be one that may be pinged at all and that could reach *us*: nothing of the tunnel,
-//! no link-local address that means another link at the peer's side, loopback only on a machine that has nothing else.
+//! no link-local address that means another link at the peer's side, and no loopback address, from which we would not
+//! take its packets either.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -94,8 +95,7 @@ impl Endpoints {
             self.remembered.retain(|(address, _)| address != present);
         }
         list.extend(self.remembered.iter().map(|(address, _)| *address));
-        let nothing_else = list.is_empty();
-        list.extend(self.local_endpoints(nothing_else));
+        list.extend(self.local_endpoints());
         for present in [self.port_mapped, mapped.v6, mapped.v4].into_iter().flatten() {
             self.remembered.insert(0, (present, now));
         }
@@ -109,24 +109,16 @@ impl Endpoints {
         }
     }
 
-    fn local_endpoints(&self, nothing_else: bool) -> Vec<SocketAddr> {
+    fn local_endpoints(&self) -> Vec<SocketAddr> {
         let with_port = |ip: &IpAddr| {
             let ip = ip.to_canonical();
             let port = if ip.is_ipv4() { self.v4_port } else { self.v6_port };
             port.map(|port| SocketAddr::new(ip, port))
         };
-        let usable = self.local.iter().filter_map(with_port).filter(|e| node::is_usable_endpoint(e, true));
-        let (loopback, others): (Vec<_>, Vec<_>) = usable.partition(|endpoint| endpoint.ip().is_loopback());
-        let (poor, good): (Vec<_>, Vec<_>) = others.into_iter().partition(|endpoint| is_last_resort(endpoint.ip()));
-        if !good.is_empty() {
-            good
-        } else if !poor.is_empty() {
-            poor
-        } else if nothing_else || self.allow_loopback {
-            loopback
-        } else {
-            Vec::new()
-        }
+        let usable =
+            self.local.iter().filter_map(with_port).filter(|e| node::is_usable_endpoint(e, self.allow_loopback));
+        let (poor, good): (Vec<_>, Vec<_>) = usable.partition(|endpoint| is_last_resort(endpoint.ip()));
+        if good.is_empty() { poor } else { good }
     }
 }
 
@@ -214,7 +206,7 @@ mod tests {
             (&["127.0.0.1", "::1", "10.0.0.1"], &["10.0.0.1:4001"]),
             (&["169.254.1.1", "fd00::5", "10.0.0.1"], &["10.0.0.1:4001"]),
             (&["169.254.1.1", "fd00::5"], &["169.254.1.1:4001", "[fd00::5]:6001"]),
-            (&["127.0.0.1", "::1"], &["127.0.0.1:4001", "[::1]:6001"]),
+            (&["127.0.0.1", "::1"], &[]),
             (&["::ffff:10.0.0.1", "10.0.0.1"], &["10.0.0.1:4001"]),
         ];
         for (addresses, expected) in cases {
@@ -222,9 +214,11 @@ mod tests {
             endpoints.rebuild(Mapped::default(), now);
             assert_eq!(list(&endpoints), expected, "{addresses:?}");
         }
-        let mut seen = bound(&["127.0.0.1"]);
-        seen.rebuild(Mapped { v4: Some(address("203.0.113.9:1")), v6: None }, now);
-        assert_eq!(list(&seen), ["203.0.113.9:1"], "loopback only where there is nothing else");
+        let mut test = Endpoints::new(true);
+        test.set_ports(Some(4001), None);
+        test.set_local(local(&["127.0.0.1"]));
+        test.rebuild(Mapped::default(), now);
+        assert_eq!(list(&test), ["127.0.0.1:4001"], "where a test allows it");
     }
 
     #[test]

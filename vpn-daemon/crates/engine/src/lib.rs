@@ -247,7 +247,9 @@ impl Engine {
                 self.drive_report(now, sink);
             }
             Datagram::Disco(envelope) => {
-                let slot = self.peers.slot_of_disco(&envelope.sender()).filter(|_| self.cx.may_go_direct());
+                // A pong to an address that will never be a path would have the peer send its data there, in vain (T-06).
+                let usable = self.cx.may_go_direct() && node::is_usable_endpoint(&source, self.cx.allow_loopback);
+                let slot = self.peers.slot_of_disco(&envelope.sender()).filter(|_| usable);
                 match slot.and_then(|slot| self.peers.get_mut(slot)) {
                     Some(peer) => peer.receive_disco(&envelope, Via::Udp(source), &mut self.cx, sink, now),
                     None => self.cx.counters.udp_ignored += 1,

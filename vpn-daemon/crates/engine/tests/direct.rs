@@ -491,3 +491,35 @@ fn nothing_is_sent_by_udp_before_there_is_a_socket() {
     assert!(world.client().out.sent.iter().all(|(route, _)| matches!(route, Route::Relay { .. })));
     assert_eq!(path(&mut world), Some(Path::Relay(region(1))));
 }
+
+#[test]
+fn t06_a_ping_from_an_address_that_cannot_be_a_path_is_not_answered() {
+    let mut world = World::direct();
+    let captured = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
+    let copy = std::rc::Rc::clone(&captured);
+    world.lose_udp = Box::new(move |from, _, bytes| {
+        // Pings and pongs: the pongs of them do no harm here.
+        let take = from == at(AGENT_AT) && is_disco(bytes);
+        if take {
+            copy.borrow_mut().push(bytes.to_vec());
+        }
+        take
+    });
+    world.probe(secs(4), ms(50));
+    world.lose_udp = Box::new(|_, _, _| false);
+    let now = world.now;
+    let sent = world.udp_log.len();
+    for source in ["127.0.0.1:9", "[::1]:9", "[fe80::1]:9", "[fd60:627a:a42b::9]:9", "224.0.0.1:9"] {
+        for message in captured.borrow().iter() {
+            world.client().udp(source, message, now);
+        }
+        world.run(ms(10));
+        let there = world.udp_log[sent..].iter().filter(|sent| sent.2 == at(source)).count();
+        assert_eq!(there, 0, "{source}: who gets a pong sends its data there");
+    }
+    for message in captured.borrow().iter() {
+        world.client().udp("198.51.100.9:9", message, now);
+    }
+    world.run(ms(10));
+    assert!(world.udp_log[sent..].iter().any(|sent| sent.2 == at("198.51.100.9:9")), "there was a ping among them");
+}
