@@ -18,15 +18,14 @@ pub(super) struct Options {
     agents: usize,
     /// Seconds of watching
     #[arg(long, default_value_t = 20.0)]
-    seconds: f64,
+    watch: f64,
 }
 
 /// What the daemon may need for 2,000 agents: MiB, and per cent of one core.
 const MUST: (f64, f64) = (100.0, 3.0);
 const GOAL: (f64, f64) = (60.0, 1.0);
 
-pub(super) async fn run(options: &Options) -> anyhow::Result<ExitCode> {
-    let links = Links::new()?;
+pub(super) async fn run(options: &Options, links: &Links) -> anyhow::Result<ExitCode> {
     let count = options.agents.to_string();
     let mut server = Helper::start(None, &["server", &format!("{SERVER}:8080"), "--idle", &count])?;
     let told: Value = server.told().await?;
@@ -53,7 +52,7 @@ pub(super) async fn run(options: &Options) -> anyhow::Result<ExitCode> {
     // What was asked for at the start is over.
     sleep(Duration::from_secs(3)).await;
     let (before, begin) = (precise_cpu_of(pid)?, Instant::now());
-    sleep(Duration::from_secs_f64(options.seconds)).await;
+    sleep(Duration::from_secs_f64(options.watch)).await;
     let share = (precise_cpu_of(pid)? - before) / begin.elapsed().as_secs_f64() * 100.0;
     let memory = memory_of(pid)?;
     let word = |value: f64, must: f64, goal: f64| match (value <= must, value <= goal) {

@@ -21,6 +21,8 @@ use uuid::Uuid;
 
 use crate::netns::Setup;
 
+use links::Links;
+
 /// Options of all benchmarks.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "bench", about = "Benchmarks of the daemon against Coder's Go client")]
@@ -35,6 +37,13 @@ enum Which {
     Paths(paths::Options),
     /// Memory and processor time with very many idle agents
     Idle(idle::Options),
+    /// Both, one after the other
+    All {
+        #[command(flatten)]
+        paths: paths::Options,
+        #[command(flatten)]
+        idle: idle::Options,
+    },
     #[command(subcommand, hide = true)]
     Generate(generator::Load),
     /// Answers the generator behind an agent's TUN device
@@ -63,9 +72,15 @@ pub fn run(options: &Options) -> anyhow::Result<ExitCode> {
     match &options.which {
         Which::Paths(options) => {
             let setup = if options.smoke { Setup::new().tun().programs() } else { isolated() };
-            setup.foreign().run_program(async move || paths::run(options).await)
+            setup.foreign().run_program(async move || paths::run(options, &Links::new()?).await)
         }
-        Which::Idle(options) => isolated().run_program(async move || idle::run(options).await),
+        Which::Idle(options) => isolated().run_program(async move || idle::run(options, &Links::new()?).await),
+        Which::All { paths, idle } => isolated().foreign().run_program(async move || {
+            let links = Links::new()?;
+            let idle = idle::run(idle, &links).await?;
+            let paths = paths::run(paths, &links).await?;
+            anyhow::Ok(if idle == ExitCode::SUCCESS { paths } else { idle })
+        }),
         Which::Generate(load) => generator::run(load).map(|()| ExitCode::SUCCESS),
         Which::Respond => responder::run().map(|()| ExitCode::SUCCESS),
         Which::Agent { url, id, tun, relay_only } => in_runtime(1, roles::agent(url, *id, tun.clone(), *relay_only)),

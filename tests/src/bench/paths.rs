@@ -118,20 +118,19 @@ impl Servers {
     }
 }
 
-pub(super) async fn run(options: &Options) -> anyhow::Result<ExitCode> {
+pub(super) async fn run(options: &Options, links: &Links) -> anyhow::Result<ExitCode> {
     let options = &match options.smoke {
         true => Options { runs: 1, seconds: 0.3, no_bars: true, ..options.clone() },
         false => options.clone(),
     };
     let begin = Instant::now();
-    let links = Links::new()?;
     let mut responder = Helper::start(Some(&links.agent), &["respond"])?;
     responder.line().await?;
     let servers = Servers::start().await?;
     let chosen: Vec<Comparison> =
         Comparison::ALL.into_iter().filter(|c| options.only.is_empty() || options.only.contains(c)).collect();
-    introduce(options, &links).await?;
-    let mut bench = Bench { options, links: &links, servers: &servers, table: Table::default() };
+    introduce(options, links).await?;
+    let mut bench = Bench { options, links, servers: &servers, table: Table::default() };
     let mut failures = Vec::new();
     for round in 0..options.runs {
         for comparison in chosen.iter().copied() {
