@@ -290,6 +290,7 @@ impl Deployment {
         let _ = self.tunnel.handle().apply(commands).await;
         if matches!(change, Change::Major | Change::Up) {
             self.relays.check_links();
+            self.survey.network_changed();
         }
         self.refresh_soon();
     }
