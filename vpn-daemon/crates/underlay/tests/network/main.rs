@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 mod http;
+mod portmap;
 mod relays;
 mod support;
 mod tls;
