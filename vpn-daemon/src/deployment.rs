@@ -19,7 +19,7 @@ use codervpn_engine as engine;
 use codervpn_host::links::{Change, Monitor};
 use codervpn_proto::ext::{ControlState, FailureCode};
 use codervpn_proto::vpn::StartProgressStage;
-use codervpn_underlay::Relays;
+use codervpn_underlay::{MapTarget, PortMapper, Relays};
 use codervpn_wire::derp_map::DerpMap;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{JoinError, JoinSet};
@@ -176,6 +176,8 @@ struct Deployment {
     pings: Pings,
     /// The networks of this machine; `None` if they cannot be watched.
     links: Option<Monitor>,
+    /// The gateway's port that leads to us.
+    mapper: PortMapper,
     /// Relays and STUN servers.
     survey: Survey,
     /// Whether packets may go to agents directly, as the engine was told.
@@ -213,6 +215,9 @@ impl Deployment {
                 },
                 Some(request) = self.requests.recv() => self.take_request(request).await,
                 change = next_change(&mut self.links) => self.take_link_change(change).await,
+                mapped = self.mapper.changed() => {
+                    let _ = self.tunnel.handle().apply(vec![engine::Command::PortMapped(mapped)]).await;
+                }
                 command = self.survey.found() => {
                     let _ = self.tunnel.handle().apply(vec![command]).await;
                 }
@@ -396,6 +401,7 @@ impl Deployment {
     async fn show(&mut self) {
         self.refresh = None;
         let Ok(snapshot) = self.tunnel.handle().snapshot().await else { return };
+        self.map_port(snapshot.ports.v4);
         let began = Instant::now();
         let tunnel = self.view.tunnel(&snapshot, &self.workspaces, &self.names, &self.map);
         self.context.status.send_if_modified(|status| {
@@ -407,6 +413,18 @@ impl Deployment {
             changed
         });
         self.show_takes = began.elapsed();
+    }
+
+    /// T-54: nothing is asked of the gateway where nobody would be told the answer.
+    fn map_port(&self, port: Option<u16>) {
+        let wanted = self.context.config.load().paths.portmap
+            && self.direct == engine::Direct::Allowed
+            && self.survey.has_stun();
+        let target = port.filter(|_| wanted).and_then(|port| {
+            let (gateway, own) = codervpn_host::links::gateway()?;
+            Some(MapTarget { gateway, own, port })
+        });
+        self.mapper.set_target(target);
     }
 
     fn report_start(&mut self, result: Result<(), Failure>) {
@@ -424,7 +442,7 @@ impl Deployment {
             let Some(control) = control else { return };
             party::leave(control, &mut self.control_events, LEAVE_LIMIT).await;
         };
-        tokio::join!(leave, self.names.close(LEAVE_LIMIT));
+        tokio::join!(leave, self.names.close(LEAVE_LIMIT), self.mapper.close());
         self.routes.close(ROUTES_LIMIT).await;
         self.survey.close();
         self.settings.abort_all();

@@ -16,7 +16,7 @@ use codervpn_host::routes::{self, Prefix, RouteConfig, Routes};
 use codervpn_host::tun::{self, Tun};
 use codervpn_proto::ext::FailureCode;
 use codervpn_proto::vpn::StartProgressStage;
-use codervpn_underlay::{Dialer, DialerConfig, RelayAccess, RelayOptions, Relays};
+use codervpn_underlay::{Dialer, DialerConfig, MapperOptions, PortMapper, RelayAccess, RelayOptions, Relays};
 use codervpn_wire::keys::NodePrivate;
 use codervpn_wire::node::CODER_PREFIX;
 use http::{HeaderName, HeaderValue};
@@ -129,6 +129,7 @@ pub(super) async fn bring_up(
         tunnel: tunnel.handle().clone(),
         dialer: dialer.clone(),
     });
+    let mapper = PortMapper::spawn(dialer.clone(), MapperOptions::default());
     let mut survey = Survey::new(relays.clone(), dialer);
     survey.set_direct(direct == engine::Direct::Allowed);
     let links = match Monitor::new().await {
@@ -156,6 +157,7 @@ pub(super) async fn bring_up(
         view,
         pings: Pings::default(),
         links,
+        mapper,
         survey,
         direct,
         api,

@@ -358,6 +358,7 @@ impl<D: PacketDevice> DataLoop<D> {
             engine: *engine.counters(),
             tunnel: self.out.counters,
             udp: *self.out.udp.counters(),
+            ports: self.out.udp.ports(),
             dns: self.responder.as_ref().map(Responder::stats).unwrap_or_default(),
             taken: now,
         }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use codervpn_dns::{BaseServers, ForwardId, ForwardReply, ForwardRequest, Responder};
 use codervpn_engine::{self as engine, Engine, Path, PeerId, PeerStatus, Ping, PingError, RelayLatency};
 use codervpn_underlay::relays::RegionId;
-use codervpn_underlay::{Relays, UdpCounters, UdpSockets};
+use codervpn_underlay::{Ports, Relays, UdpCounters, UdpSockets};
 use codervpn_wire::node::Node;
 use tokio::sync::{mpsc, oneshot};
 
@@ -86,6 +86,8 @@ pub struct Snapshot {
     pub engine: engine::Counters,
     pub tunnel: Counters,
     pub udp: UdpCounters,
+    /// Ports that the UDP sockets are bound to.
+    pub ports: Ports,
     pub dns: codervpn_dns::Stats,
     /// When; instants in it are relative to this.
     pub taken: Instant,

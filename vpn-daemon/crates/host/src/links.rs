@@ -103,16 +103,20 @@ fn default_routes() -> BTreeSet<String> {
     found
 }
 
-/// The IPv4 gateway of the default route.
-pub fn gateway() -> Option<Ipv4Addr> {
+/// The IPv4 gateway of the default route, and our address towards it.
+pub fn gateway() -> Option<(Ipv4Addr, Ipv4Addr)> {
     let table = std::fs::read_to_string("/proc/net/route").ok()?;
-    table.lines().find_map(|line| {
+    let gateway = table.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let [_, "00000000", gateway, ..] = fields[..] else { return None };
         // In the machine's byte order.
         let address = Ipv4Addr::from(u32::from_str_radix(gateway, 16).ok()?.to_ne_bytes());
         (!address.is_unspecified()).then_some(address)
-    })
+    })?;
+    match source(SocketAddr::from((gateway, 9)))? {
+        IpAddr::V4(own) => Some((gateway, own)),
+        IpAddr::V6(_) => None,
+    }
 }
 
 /// Clocks that differ while a machine sleeps.

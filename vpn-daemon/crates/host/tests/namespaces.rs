@@ -235,7 +235,7 @@ fn another_network_is_told_once_and_none_at_all_is_told_too() {
         ip("link set up0p up");
         ip("addr add 10.9.0.2/24 dev up0");
         ip("route add default via 10.9.0.1");
-        assert_eq!(links::gateway(), Some("10.9.0.1".parse().unwrap()));
+        assert_eq!(links::gateway(), Some(("10.9.0.1".parse().unwrap(), "10.9.0.2".parse().unwrap())));
         block_on(async {
             let mut monitor = Monitor::new().await.unwrap();
             ip("addr add 10.8.0.2/24 dev up0");
