@@ -26,6 +26,8 @@ pub(crate) struct Candidate {
     /// When it last pinged us, if that is how we know it.
     pinged_us: Option<Instant>,
     pub(crate) last_ping: Option<Instant>,
+    /// When we last pinged it because it had pinged us.
+    pub(crate) pinged_back: Option<Instant>,
     /// A full-size datagram did not fit.
     pub(crate) too_small: bool,
     /// Its pongs flow and data does not (T-11): not to be used before this.
@@ -77,6 +79,7 @@ impl Candidates {
                 called: false,
                 pinged_us: None,
                 last_ping: None,
+                pinged_back: None,
                 too_small: false,
                 shunned_until: None,
             });

@@ -248,13 +248,19 @@ impl Peer {
 
     /// The peer pinged us from here: its datagrams are let in, and it may be a way to it.
     fn pinged_from(&mut self, source: SocketAddr, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
-        let hurried = self.paths.trusted(now).is_none() && self.is_in_use(now);
+        let looking =
+            self.pings.last_discovery.is_some_and(|at| now.saturating_duration_since(at) < DISCOVERY_INTERVAL);
+        let hurried = self.paths.trusted(now).is_none() && (looking || self.is_in_use(now));
         let Some(candidate) = self.candidates.pinged_us(source, cx.allow_loopback, now) else { return };
         cx.addresses.admit(source, self.slot);
-        // Its ping has opened both firewalls: ours goes through now if ever.
-        let pause = if hurried { ROUND_INTERVAL } else { DISCOVERY_INTERVAL };
-        let due = candidate.last_ping.is_none_or(|at| now.saturating_duration_since(at) >= pause);
+        // Its ping has opened both firewalls: ours goes through now if ever. One that was sent before may be lost.
+        let (last, pause) = match hurried {
+            true => (candidate.pinged_back, ROUND_INTERVAL),
+            false => (candidate.last_ping, DISCOVERY_INTERVAL),
+        };
+        let due = last.is_none_or(|at| now.saturating_duration_since(at) >= pause);
         if due && self.session.is_some() {
+            candidate.pinged_back = Some(now);
             self.discovery_ping(source, cx, sink, now);
         }
         self.settle(cx, now);

@@ -126,6 +126,31 @@ fn udp_that_is_cut_silently_costs_about_a_second_and_comes_back_by_itself() {
     assert_eq!(path(&mut world), direct(AGENT_AT));
 }
 
+/// The first ping is lost at the peer's firewall, the peer's comes through: the second goes out at once.
+#[test]
+fn firewalls_on_both_sides_cost_one_more_ping_and_no_waiting() {
+    let mut world = World::pair();
+    let now = world.now;
+    world.client().bind(&[DESKTOP_AT], now);
+    world.agent().bind(&[AGENT_AT], now);
+    let mut opened = std::collections::HashSet::new();
+    world.lose_udp = Box::new(move |from, to, _| {
+        opened.insert((from, to));
+        !opened.contains(&(to, from))
+    });
+    world.introduce();
+    // The agent is called as soon as a net report has ended, and pings then.
+    let answered = |world: &World| world.udp_log.iter().any(|(_, from, ..)| *from == at(AGENT_AT));
+    while !answered(&world) {
+        assert!(world.now < world.start + secs(5), "the agent was never called");
+        world.run(ms(1));
+    }
+    world.run(ms(8));
+    assert_eq!(path(&mut world), direct(AGENT_AT));
+    let now = world.now;
+    assert_eq!(world.agent().path(DESKTOP, now), direct(DESKTOP_AT));
+}
+
 #[test]
 fn a_peer_that_was_sent_to_the_relay_is_called_back_when_the_path_is_proven_again() {
     let mut world = World::direct();
