@@ -67,6 +67,16 @@ struct Outstanding {
     question: u32,
 }
 
+/// One more time everything is pinged.
+#[derive(Clone, Copy)]
+struct Round {
+    at: Instant,
+    /// How many follow.
+    left: usize,
+    /// Whether to call the peer, too. Not after its own call: both would call each other for ever.
+    call: bool,
+}
+
 pub(crate) struct Pings {
     /// The box between us and the peer; made at first use, one scalar multiplication.
     shared: Option<SharedKey>,
@@ -79,8 +89,8 @@ pub(crate) struct Pings {
     discovery: Bucket,
     calls: Bucket,
     pub(crate) last_discovery: Option<Instant>,
-    /// The next round of a discovery, and how many follow.
-    round: Option<(Instant, usize)>,
+    /// The next round of a discovery.
+    round: Option<Round>,
     last_call: Option<Instant>,
     /// A call-me-maybe waits for fresh endpoints of ours.
     call_waits: bool,
@@ -119,7 +129,7 @@ impl Pings {
     pub(crate) fn next(&self, may_ping: bool) -> Option<Instant> {
         let timeout = self.outstanding.first().map(|ping| ping.sent + PING_TIMEOUT);
         let status = self.next_status.filter(|_| may_ping);
-        [timeout, status, self.round.map(|(at, _)| at), self.heartbeat_at].into_iter().flatten().min()
+        [timeout, status, self.round.map(|round| round.at), self.heartbeat_at].into_iter().flatten().min()
     }
 
     /// False if this ping was answered a moment ago.
@@ -423,11 +433,11 @@ impl Peer {
             }
         }
         self.check_path(cx, sink, now);
-        if let Some((_, left)) = self.pings.round.filter(|(at, _)| *at <= now) {
+        if let Some(round) = self.pings.round.filter(|round| round.at <= now) {
             self.pings.round = None;
             if self.paths.trusted(now).is_none() {
-                self.discover(ROUND_INTERVAL, true, cx, sink, now);
-                self.pings.round = next_round(left, now);
+                self.discover(ROUND_INTERVAL, round.call, cx, sink, now);
+                self.pings.round = next_round(round.left, round.call, now);
             }
         }
         if self.pings.heartbeat_at.is_some_and(|at| at <= now) {
@@ -481,7 +491,7 @@ impl Peer {
         // Asks again only after the peer has let go of the address.
         self.pings.last_call = Some(now);
         self.discover(Duration::ZERO, false, cx, sink, now);
-        self.pings.round = Some((now + CALL_INTERVAL, 0));
+        self.pings.round = Some(Round { at: now + CALL_INTERVAL, left: 0, call: true });
         if self.relay_or_ask(cx, now).is_none() {
             cx.counters.no_route += 1;
         }
@@ -539,9 +549,11 @@ impl Peer {
             return;
         }
         self.discover(ROUND_INTERVAL, call, cx, sink, now);
-        self.pings.round = next_round(ROUNDS.len(), now);
-        if let Some((at, _)) = self.pings.round {
-            cx.timers.schedule(self.slot, &mut self.scheduled, at);
+        // Rounds under way that may call go on calling.
+        let call = call || self.pings.round.is_some_and(|round| round.call);
+        self.pings.round = next_round(ROUNDS.len(), call, now);
+        if let Some(round) = self.pings.round {
+            cx.timers.schedule(self.slot, &mut self.scheduled, round.at);
         }
     }
 
@@ -705,7 +717,7 @@ impl Peer {
     }
 }
 
-fn next_round(left: usize, now: Instant) -> Option<(Instant, usize)> {
+fn next_round(left: usize, call: bool, now: Instant) -> Option<Round> {
     let pause = ROUNDS.get(ROUNDS.len().checked_sub(left)?)?;
-    Some((now + *pause, left.checked_sub(1)?))
+    Some(Round { at: now + *pause, left: left.checked_sub(1)?, call })
 }

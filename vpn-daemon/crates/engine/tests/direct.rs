@@ -370,6 +370,22 @@ fn t40_direct_paths_can_be_forbidden_at_any_time() {
 }
 
 #[test]
+fn two_that_cannot_reach_each_other_directly_give_up_calling() {
+    let mut world = World::pair();
+    world.lose_udp = Box::new(|_, _, _| true);
+    let now = world.now;
+    world.client().bind(&[DESKTOP_AT], now);
+    world.agent().bind(&[AGENT_AT], now);
+    world.introduce();
+    world.probe(secs(10), ms(500));
+    world.run(secs(60));
+    let sent = |world: &World| world.parties.iter().map(|p| p.engine.counters().disco_calls_sent).sum::<u64>();
+    let before = sent(&world);
+    world.run(secs(120));
+    assert!(sent(&world) <= before + 8, "{} calls in two idle minutes", sent(&world) - before);
+}
+
+#[test]
 fn t40_no_packet_is_lost_when_direct_paths_are_forbidden() {
     let mut world = World::direct();
     assert!(world.probe(secs(1), ms(50)) <= ms(60));
