@@ -2,6 +2,7 @@
 //! client's queue with as few writes as possible.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use codervpn_wire::derp::greeting::{GreetingError, ServerInfo, open_client_info, write_server_info};
@@ -15,6 +16,7 @@ use rand_core::OsRng;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, ReadHalf, WriteHalf};
 use tokio::time::{Instant, sleep_until, timeout};
 
+use super::queue::{Framed, Queue};
 use super::registry::{Entry, Registry};
 use crate::coderd::listener::Wire;
 
@@ -111,6 +113,7 @@ impl Drop for Place<'_> {
 
 async fn read<S: Wire>(mut reader: ReadHalf<S>, mut buffer: FrameBuffer, place: &Place<'_>) -> Result<(), Error> {
     let mut hints = Hints { left: HINTS, since: Instant::now() };
+    let mut train = Train::default();
     loop {
         let mut any = false;
         while let Some(frame) = buffer.next_frame()? {
@@ -118,28 +121,52 @@ async fn read<S: Wire>(mut reader: ReadHalf<S>, mut buffer: FrameBuffer, place: 
                 any = true;
                 place.registry.spoke(&place.entry);
             }
-            take(&frame, place, &mut hints)?;
+            take(&frame, place, &mut hints, &mut train)?;
         }
+        train.pass_on(place);
         fill(&mut reader, &mut buffer).await?;
     }
 }
 
-fn take(frame: &Frame<'_>, place: &Place<'_>, hints: &mut Hints) -> Result<(), Error> {
+/// Packets of one read that follow each other to the same client: looked up, passed on and announced once.
+#[derive(Default)]
+struct Train {
+    to: Option<(NodePublic, Arc<Queue>)>,
+    frames: Vec<Framed>,
+    bytes: usize,
+}
+
+impl Train {
+    fn pass_on(&mut self, place: &Place<'_>) {
+        if let Some((to, queue)) = self.to.take() {
+            let packets = self.frames.len() as u64;
+            let dropped = queue.push(self.frames.drain(..));
+            place.registry.count(packets, self.bytes, dropped, to == place.entry.key);
+            self.bytes = 0;
+        }
+    }
+}
+
+fn take(frame: &Frame<'_>, place: &Place<'_>, hints: &mut Hints, train: &mut Train) -> Result<(), Error> {
     let Place { registry, entry } = place;
     match frame {
         Frame::SendPacket { to, packet } => {
             let is_disco = disco::looks_like_disco(packet);
-            let Some(queue) = registry.route(entry, to) else {
-                if is_disco && hints.allow() {
-                    entry.queue.peer_gone(*to, GoneReason::NotHere);
-                }
-                return Ok(());
-            };
-            let mut out = Vec::with_capacity(packet.len() + 40);
+            if train.to.as_ref().is_none_or(|(same, _)| same != to) {
+                train.pass_on(place);
+                let Some(queue) = registry.route(entry, to) else {
+                    if is_disco && hints.allow() {
+                        entry.queue.peer_gone(*to, GoneReason::NotHere);
+                    }
+                    return Ok(());
+                };
+                train.to = Some((*to, queue));
+            }
+            let mut bytes = Vec::with_capacity(packet.len() + 40);
             // The length was judged with the frame.
-            if write_recv_packet(&mut out, &entry.key, packet).is_ok() {
-                let dropped = queue.push(out, is_disco);
-                registry.count(packet.len(), dropped, *to == entry.key);
+            if write_recv_packet(&mut bytes, &entry.key, packet).is_ok() {
+                train.bytes += packet.len();
+                train.frames.push(Framed { bytes, is_disco });
             }
         }
         Frame::Ping(data) => entry.queue.pong(*data),

@@ -33,29 +33,43 @@ struct Waiting {
     gone: VecDeque<(NodePublic, GoneReason)>,
 }
 
-impl Queue {
-    /// A whole frame. Says how many were dropped for it, itself included.
-    pub(super) fn push(&self, frame: Vec<u8>, is_disco: bool) -> u64 {
+/// A whole frame with a packet.
+#[derive(Debug)]
+pub(super) struct Framed {
+    pub(super) bytes: Vec<u8>,
+    pub(super) is_disco: bool,
+}
+
+impl Waiting {
+    /// Says how many were dropped for it, itself included.
+    fn push(&mut self, Framed { bytes, is_disco }: Framed) -> u64 {
+        let queue = if is_disco { &mut self.disco } else { &mut self.data };
         let mut dropped = 0;
-        {
-            let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-            let waiting = &mut *waiting;
-            let queue = if is_disco { &mut waiting.disco } else { &mut waiting.data };
-            for _ in 0..ATTEMPTS {
-                if queue.len() < PACKETS && waiting.bytes + frame.len() <= BYTES {
-                    break;
-                }
-                if let Some(oldest) = queue.pop_front() {
-                    waiting.bytes -= oldest.len();
-                    dropped += 1;
-                }
+        for _ in 0..ATTEMPTS {
+            if queue.len() < PACKETS && self.bytes + bytes.len() <= BYTES {
+                break;
             }
-            if queue.len() >= PACKETS || waiting.bytes + frame.len() > BYTES {
-                return dropped + 1;
+            if let Some(oldest) = queue.pop_front() {
+                self.bytes -= oldest.len();
+                dropped += 1;
             }
-            waiting.bytes += frame.len();
-            queue.push_back(frame);
         }
+        if queue.len() >= PACKETS || self.bytes + bytes.len() > BYTES {
+            return dropped + 1;
+        }
+        self.bytes += bytes.len();
+        queue.push_back(bytes);
+        dropped
+    }
+}
+
+impl Queue {
+    /// Says how many were dropped for them, themselves included. Who empties the queue is woken once for all.
+    pub(super) fn push(&self, frames: impl IntoIterator<Item = Framed>) -> u64 {
+        let dropped = {
+            let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            frames.into_iter().map(|frame| waiting.push(frame)).sum()
+        };
         self.some.notify_one();
         dropped
     }
@@ -114,9 +128,9 @@ mod tests {
     #[tokio::test]
     async fn a_full_queue_drops_the_oldest_data_and_leaves_disco_alone() {
         let queue = Queue::default();
-        assert_eq!(queue.push(vec![0xff; 3], true), 0);
+        assert_eq!(queue.push([Framed { bytes: vec![0xff; 3], is_disco: true }]), 0);
         for number in 0..PACKETS + 10 {
-            let dropped = queue.push(vec![(number % 256) as u8; 1], false);
+            let dropped = queue.push([Framed { bytes: vec![(number % 256) as u8; 1], is_disco: false }]);
             assert_eq!(dropped, u64::from(number >= PACKETS));
         }
         let mut out = Vec::new();
@@ -129,7 +143,7 @@ mod tests {
     fn bytes_are_bounded_too() {
         let queue = Queue::default();
         let pushed = 2 * BYTES / 65_536;
-        let dropped: u64 = (0..pushed).map(|_| queue.push(vec![0; 65_536], false)).sum();
+        let dropped = queue.push((0..pushed).map(|_| Framed { bytes: vec![0; 65_536], is_disco: false }));
         assert_eq!(dropped as usize, pushed - BYTES / 65_536);
     }
 }

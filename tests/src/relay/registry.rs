@@ -133,11 +133,11 @@ impl Registry {
         Some(seat.queue)
     }
 
-    pub(super) fn count(&self, bytes: usize, dropped: u64, to_self: bool) {
-        self.counters.forwarded.fetch_add(1, Ordering::Relaxed);
+    pub(super) fn count(&self, packets: u64, bytes: usize, dropped: u64, to_self: bool) {
+        self.counters.forwarded.fetch_add(packets, Ordering::Relaxed);
         self.counters.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         self.counters.overflow.fetch_add(dropped, Ordering::Relaxed);
-        self.counters.to_self.fetch_add(u64::from(to_self), Ordering::Relaxed);
+        self.counters.to_self.fetch_add(if to_self { packets } else { 0 }, Ordering::Relaxed);
     }
 
     pub(super) fn count_home(&self) {
