@@ -24,7 +24,9 @@ const WATCH: Duration = Duration::from_secs(4);
 /// After so long the status has the reason for the relay.
 const REASON: Duration = Duration::from_secs(12);
 /// Between two looks at the path.
-const LOOK: Duration = Duration::from_millis(20);
+const LOOK: Duration = Duration::from_millis(5);
+/// Between two requests through the tunnel.
+const PROBE: Duration = Duration::from_millis(10);
 
 /// What Coder's client has for a reason.
 const NOT_TOLD: &str = "(not told)";
@@ -103,7 +105,7 @@ fn judge(topology: Topology, who: &str, outcome: &Outcome, strict: bool) -> Resu
 async fn go_client(topology: Topology, url: &str, token: &str, target: Ipv6Addr) -> Result<Outcome> {
     let options = EngineOptions { tun: Some("coder1".into()), ..EngineOptions::default() };
     let begin = Instant::now();
-    let probes = Probes::start(target)?;
+    let probes = Probes::start_every(PROBE, target)?;
     let mut client = foreign::Client::start(None, url, token, &options).await?;
     let look = async || -> Result<Path> {
         let status = client.process.call("status", Value::Null).await?;
@@ -127,7 +129,7 @@ async fn our_client(topology: Topology, url: &str, token: &str, target: Ipv6Addr
     let outcome = async {
         let client = daemon.client().await?;
         let begin = Instant::now();
-        let probes = Probes::start(target)?;
+        let probes = Probes::start_every(PROBE, target)?;
         client.started(url, token).await?;
         let outcome = watch(topology, begin, probes, async || path_of(&client).await).await?;
         daemon::echo(target).await?;

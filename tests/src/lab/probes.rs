@@ -10,7 +10,7 @@ use tokio::net::UdpSocket;
 use tokio::task::JoinHandle;
 use tokio::time::{MissedTickBehavior, interval};
 
-/// Between two requests.
+/// Between two requests, unless said otherwise.
 pub const PACE: Duration = Duration::from_millis(50);
 const ECHO_REQUEST: u8 = 128;
 const ECHO_REPLY: u8 = 129;
@@ -43,12 +43,16 @@ pub struct Gap {
 impl Probes {
     /// Needs the right to open raw sockets, as every isolated body has.
     pub fn start(target: Ipv6Addr) -> anyhow::Result<Self> {
+        Self::start_every(PACE, target)
+    }
+
+    pub fn start_every(pace: Duration, target: Ipv6Addr) -> anyhow::Result<Self> {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::INET6, SocketType::RAW, flags, Some(ipproto::ICMPV6))?;
         // Sending to and receiving from an address is all that is done with it, as with a UDP socket.
         let socket = UdpSocket::from_std(std::net::UdpSocket::from(socket))?;
         let sent = Arc::<Mutex<Vec<Probe>>>::default();
-        let task = tokio::spawn(run(socket, SocketAddrV6::new(target, 0, 0, 0), Arc::clone(&sent)));
+        let task = tokio::spawn(run(socket, pace, SocketAddrV6::new(target, 0, 0, 0), Arc::clone(&sent)));
         Ok(Self { sent, task })
     }
 
@@ -100,9 +104,9 @@ impl Drop for Probes {
     }
 }
 
-async fn run(socket: UdpSocket, target: SocketAddrV6, probes: Arc<Mutex<Vec<Probe>>>) {
+async fn run(socket: UdpSocket, pace: Duration, target: SocketAddrV6, probes: Arc<Mutex<Vec<Probe>>>) {
     let lock = || probes.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut pace = interval(PACE);
+    let mut pace = interval(pace);
     // A late one does not hurry those that follow.
     pace.set_missed_tick_behavior(MissedTickBehavior::Skip);
     // Other probes may run beside and hear the same answers.
