@@ -28,8 +28,9 @@ const REMEMBERED: Time = secs(300);
 /// T-40.
 const DIRECT_OFF_WITHIN: Time = ms(100);
 /// Bytes a second and peer of a party that nobody talks to: a round of pings every 30 s to each of a few candidates and
-/// the answers to the peer's, keepalives, a handshake every 120 s. 5.11 has 700 for a client of today.
-const UPKEEP: u64 = 400;
+/// the answers to the peer's, keepalives, a handshake every 120 s, and news of a peer's endpoints. 5.11 has as much for a
+/// client of today.
+const UPKEEP: u64 = 700;
 /// A quiet stretch has to be this long to be judged.
 const QUIET_FOR: Time = secs(120);
 /// Changes in an hour that nothing outside explains: to the relay for longer than a ping takes, and between addresses.
@@ -62,6 +63,7 @@ pub(crate) struct Pair {
     pub(crate) answered: u64,
     pub(crate) asked: u64,
     pub(crate) last_answer: Time,
+    last_asked: Time,
     pub(crate) longest_gap: Time,
     path: Option<Path>,
     /// Changes of path in the present hour, and when that began.
@@ -81,6 +83,7 @@ impl Pair {
             answered: 0,
             asked: 0,
             last_answer: now,
+            last_asked: now,
             longest_gap: Time::ZERO,
             path: None,
             changes: (0, now),
@@ -150,7 +153,16 @@ impl World {
     }
 
     fn answered(&mut self, client: PartyId, agent: PartyId) {
-        let now = self.now;
+        let (now, disturbed_at) = (self.now, self.disturbed_at);
+        let Some(pair) = self.pairs.get_mut(&(client, agent)) else { return };
+        if let Some((since, count)) = pair.unanswered.filter(|(_, count)| *count > 1) {
+            let took = now - since.max(disturbed_at);
+            if took > self.extremes.recovery {
+                self.extremes.recovery = took;
+                let what = format!("{client:?} -> {agent:?} after {took:?} and {count} requests");
+                self.note(format_args!("slowest recovery: {what}"));
+            }
+        }
         let Some(pair) = self.pairs.get_mut(&(client, agent)) else { return };
         pair.answered += 1;
         pair.longest_gap = pair.longest_gap.max(now - pair.last_answer);
@@ -184,6 +196,10 @@ impl World {
         let (now, works, disturbed_at) = (self.now, self.should_work(client, agent), self.disturbed_at);
         let Some(pair) = self.pairs.get_mut(&(client, agent)).filter(|_| answered) else { return };
         pair.asked += 1;
+        // A new conversation says nothing of how the last one ended.
+        if now > std::mem::replace(&mut pair.last_asked, now) + secs(5) {
+            pair.unanswered = None;
+        }
         let (since, count) = pair.unanswered.get_or_insert((now, 0));
         *count += 1;
         if !works {
@@ -218,6 +234,7 @@ impl World {
         let Route::Udp(to) = route else { return };
         if matches!(classify::datagram(bytes), Datagram::Disco(_)) {
             self.parties[party.0].pinged.insert(*to);
+            self.parties[party.0].meter.pings += 1;
         }
         let p = &self.parties[party.0];
         if !node::is_usable_endpoint(to, false) {
@@ -292,12 +309,32 @@ impl World {
     /// Looks at what no packet makes us look at.
     pub(crate) fn check_all(&mut self) {
         let now = self.now;
+        let mut most = None;
         for index in 0..self.parties.len() {
-            self.check_quiet(PartyId(index));
+            let long = self.parties[index].meter.quiet.is_none_or(|(begin, _)| now >= begin + QUIET_FOR);
+            if long {
+                self.check_quiet(PartyId(index));
+            }
+            let peers = self.parties[index].engine.peer_count().max(1) as f64;
             let meter = &mut self.parties[index].meter;
-            if now > meter.active + QUIET_AFTER {
+            let (since, pings, wakes) = meter.looked;
+            let lasted = (now - since).as_secs_f64();
+            if lasted >= 10.0 {
+                let rate = |count: u64| count as f64 / lasted / peers;
+                let pinged = rate(meter.pings - pings);
+                if pinged > self.extremes.pings {
+                    self.extremes.pings = pinged;
+                    most = Some((index, pinged, lasted));
+                }
+                self.extremes.wakes = self.extremes.wakes.max(rate(meter.wakes - wakes));
+                meter.looked = (now, meter.pings, meter.wakes);
+            }
+            if now > meter.active + QUIET_AFTER && meter.quiet.is_none() {
                 meter.quiet = Some((now, meter.bytes));
             }
+        }
+        if let Some((party, rate, lasted)) = most {
+            self.note(format_args!("most path messages: party {party}, {rate:.1} a second and peer for {lasted} s"));
         }
         // Whatever is under way is bounded by what is sent.
         assert!(self.queue.len() < 100_000, "{}: {} events wait", self.name, self.queue.len());
@@ -322,6 +359,27 @@ impl World {
         if let Some(pair) = self.pairs.get_mut(&(client, agent)) {
             pair.longest_gap = Time::ZERO;
             pair.last_answer = now;
+        }
+    }
+}
+
+/// The farthest that anything went, within what is allowed.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Extremes {
+    /// From the first unanswered request, or the end of a trouble, to an answer.
+    pub recovery: Time,
+    /// Path messages by UDP a second and peer, over ten seconds and more.
+    pub pings: f64,
+    /// Timers that fired a second and peer.
+    pub wakes: f64,
+}
+
+impl Extremes {
+    pub(crate) fn max(self, other: Self) -> Self {
+        Self {
+            recovery: self.recovery.max(other.recovery),
+            pings: self.pings.max(other.pings),
+            wakes: self.wakes.max(other.wakes),
         }
     }
 }

@@ -31,6 +31,7 @@ mod wire;
 mod world;
 
 pub use codervpn_wire::derp_map::RegionId;
+pub use invariants::{Extremes, Observed};
 pub use nat::{Firewall, Nat, Ports, Scope};
 pub use network::{HostId, Network, RouterId, SegmentId};
 pub use party::PartyId;

@@ -30,7 +30,7 @@ fn main() -> ExitCode {
         Args { table: Some(part), .. } => table(&part, args.seed),
         Args { only: Some(seed), .. } => {
             let outcome = scenario::play(seed);
-            say(&format!("{outcome:?}"));
+            say(&format!("{outcome:#?}"));
             ExitCode::SUCCESS
         }
         Args { hours, seed, .. } => many(hours.unwrap_or(200), seed),
@@ -70,6 +70,8 @@ fn many(hours: u64, first: u64) -> ExitCode {
     let many = scenario::many(hours, first, |seed| {
         say(&format!("seed {seed} failed; repeat it with: cargo simulate -- --only {seed}"));
     });
+    let (recovery, seed) = many.slowest;
+    say(&format!("slowest recovery {recovery:?} in seed {seed}, most path messages in seed {}", many.loudest.1));
     say(&format!("{many} in {:.1} s", begin.elapsed().as_secs_f64()));
     if many.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

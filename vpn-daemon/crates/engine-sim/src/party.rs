@@ -104,6 +104,10 @@ pub(crate) struct Meter {
     pub(crate) quiet: Option<(Time, u64)>,
     /// Calls of `handle_timeout`.
     pub(crate) wakes: u64,
+    /// Path messages by UDP.
+    pub(crate) pings: u64,
+    /// When rates were last looked at, and both counts then.
+    pub(crate) looked: (Time, u64, u64),
 }
 
 /// From so long after the last packet on nothing but upkeep is allowed (5.2: `session_active_timeout`, and what was

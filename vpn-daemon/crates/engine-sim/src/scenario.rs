@@ -1,12 +1,14 @@
 //! Networks and troubles made up from a seed: who lives where, who talks to whom and when, and what breaks. Whatever comes
 //! of it, the invariants of the world must hold.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use codervpn_engine::{Direct, LinkChange};
 
+use crate::invariants::Extremes;
 use crate::party::PartyId;
 use crate::rng::Rng;
 use crate::site::{Family4, Site, SiteId};
@@ -34,6 +36,7 @@ pub struct Outcome {
     pub direct: u64,
     pub pairs: u64,
     pub fingerprint: u64,
+    pub extremes: Extremes,
 }
 
 impl Outcome {
@@ -46,6 +49,7 @@ impl Outcome {
         self.direct += other.direct;
         self.pairs += other.pairs;
         self.fingerprint ^= other.fingerprint;
+        self.extremes = self.extremes.max(other.extremes);
     }
 }
 
@@ -56,14 +60,22 @@ pub struct Many {
     /// Seeds from the first up to this one, not included.
     pub seeds: std::ops::Range<u64>,
     pub failed: Vec<u64>,
+    /// Slowest recovery and its seed; most path messages and theirs.
+    pub slowest: (Time, u64),
+    pub loudest: (f64, u64),
 }
 
 impl fmt::Display for Many {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Outcome { virtual_time, steps, asked, answered, troubles, direct, pairs, .. } = &self.outcome;
+        let Outcome { virtual_time, steps, asked, answered, troubles, direct, pairs, extremes, .. } = &self.outcome;
         let (hours, seeds) = (virtual_time.as_secs() / 3600, &self.seeds);
         write!(f, "{hours} simulated hours, seeds {seeds:?}: {troubles} troubles, {steps} events, ")?;
-        write!(f, "{answered} of {asked} requests answered, {direct} of {pairs} pairs direct at the end")?;
+        write!(f, "{answered} of {asked} requests answered, {direct} of {pairs} pairs direct at the end; ")?;
+        let Extremes { recovery, pings, wakes } = extremes;
+        write!(
+            f,
+            "slowest recovery {recovery:?}, most path messages {pings:.1} and timers {wakes:.1} a second and peer"
+        )?;
         if !self.failed.is_empty() {
             write!(f, "; failed: {:?}", self.failed)?;
         }
@@ -74,7 +86,7 @@ impl fmt::Display for Many {
 /// Plays scenarios from a seed on, on every core, until they last so many hours together or enough have failed.
 pub fn many(hours: u64, first: u64, failed: impl Fn(u64) + Sync) -> Many {
     let next = AtomicU64::new(first);
-    let sum = Mutex::new((Outcome::default(), Vec::new()));
+    let sum = Mutex::new((Outcome::default(), Vec::new(), (Time::ZERO, 0), (0.0, 0)));
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
     let lock = || sum.lock().unwrap_or_else(PoisonError::into_inner);
     let work = || {
@@ -87,7 +99,17 @@ pub fn many(hours: u64, first: u64, failed: impl Fn(u64) + Sync) -> Many {
             }
             let seed = next.fetch_add(1, Ordering::Relaxed);
             match std::panic::catch_unwind(|| play(seed)) {
-                Ok(outcome) => lock().0.add(&outcome),
+                Ok(outcome) => {
+                    let mut sum = lock();
+                    sum.0.add(&outcome);
+                    let Extremes { recovery, pings, .. } = outcome.extremes;
+                    if recovery > sum.2.0 {
+                        sum.2 = (recovery, seed);
+                    }
+                    if pings > sum.3.0 {
+                        sum.3 = (pings, seed);
+                    }
+                }
                 Err(_) => {
                     failed(seed);
                     lock().1.push(seed);
@@ -100,12 +122,16 @@ pub fn many(hours: u64, first: u64, failed: impl Fn(u64) + Sync) -> Many {
             scope.spawn(work);
         }
     });
-    let (outcome, failed) = sum.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Many { outcome, seeds: first..next.into_inner(), failed }
+    let (outcome, failed, slowest, loudest) = sum.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Many { outcome, seeds: first..next.into_inner(), failed, slowest, loudest }
 }
 
 struct Scenario {
     world: World,
+    /// Who was moved elsewhere.
+    moved: BTreeSet<PartyId>,
+    /// Which pairs had a direct path before anything happened.
+    direct: BTreeSet<(PartyId, PartyId)>,
     rng: Rng,
     sites: Vec<SiteId>,
     clients: Vec<PartyId>,
@@ -117,6 +143,7 @@ struct Scenario {
 /// Plays the scenario of a seed; panics where something does not hold.
 pub fn play(seed: u64) -> Outcome {
     let mut scenario = Scenario::new(seed);
+    scenario.direct = scenario.all_talk();
     let mut troubles = 0;
     let mut next_trouble = secs(60);
     let mut next_talk = secs(0);
@@ -135,6 +162,12 @@ pub fn play(seed: u64) -> Outcome {
         }
         let next = next_trouble.min(next_talk).min(now + STEP).max(now + ms(1));
         scenario.world.run(next - now);
+    }
+    let direct = scenario.all_talk();
+    for (client, agent) in scenario.direct.difference(&direct) {
+        if !scenario.moved.contains(client) && !scenario.moved.contains(agent) {
+            scenario.world.fail(format_args!("{client:?} -> {agent:?}: direct before all troubles, not after them"));
+        }
     }
     scenario.world.show_watched();
     scenario.outcome(troubles)
@@ -176,7 +209,19 @@ impl Scenario {
                 }
             }
         }
-        Self { world, rng, sites, clients, agents, regions, pairs }
+        Self { world, moved: BTreeSet::new(), direct: BTreeSet::new(), rng, sites, clients, agents, regions, pairs }
+    }
+
+    /// Every pair talks for a while; returns those with a direct path then.
+    fn all_talk(&mut self) -> BTreeSet<(PartyId, PartyId)> {
+        for (from, to) in self.pairs.clone() {
+            self.world.flow(Flow { from, to, every: ms(500), size: 200, left: 80, answered: true });
+        }
+        self.world.run(secs(35));
+        let is_direct = |(client, agent): &&(PartyId, PartyId)| {
+            matches!(self.world.path(*client, *agent), Some(codervpn_engine::Path::Direct(_)))
+        };
+        self.pairs.iter().filter(is_direct).copied().collect()
     }
 
     /// Some packets between some pair; returns how long they take.
@@ -251,6 +296,7 @@ impl Scenario {
             }
             10 => {
                 let site = self.rng.pick(&self.sites);
+                self.moved.insert(party);
                 world.move_to(party, site);
                 lasts = Time::ZERO;
             }
@@ -286,7 +332,7 @@ impl Scenario {
             }
             _ => {
                 world.note(format_args!("bad weather for {party:?}"));
-                let loss = self.rng.below(30) as f64 / 100.0;
+                let loss = self.rng.below(15) as f64 / 100.0;
                 let wire = &mut world.network.routers[router.0].wire;
                 let before = (wire.loss, wire.jitter, wire.ordered, wire.duplicate);
                 (wire.loss, wire.jitter, wire.ordered, wire.duplicate) = (loss, ms(80), false, 0.05);
@@ -308,6 +354,7 @@ impl Scenario {
             steps: self.world.steps,
             troubles,
             fingerprint: self.world.fingerprint(),
+            extremes: self.world.extremes,
             ..Outcome::default()
         };
         for (client, agent) in &self.pairs {

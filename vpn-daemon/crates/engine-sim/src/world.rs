@@ -13,7 +13,7 @@ use mock_instant::MockClock;
 use uuid::Uuid;
 
 use crate::coordinator::{Coordinator, Said};
-use crate::invariants::{Packets, Pair};
+use crate::invariants::{Extremes, Packets, Pair};
 use crate::network::{Hop, HostId, INTERNET, Network, Passage};
 use crate::party::{Out, Party, PartyId};
 use crate::queue::Queue;
@@ -115,6 +115,7 @@ pub struct World {
     /// Last change of the network: what depends on it has some time to settle.
     pub(crate) disturbed_at: Time,
     pub(crate) steps: u64,
+    pub extremes: Extremes,
     trace: DefaultHasher,
     notes: VecDeque<String>,
     /// Seconds between which every datagram is noted.
@@ -146,6 +147,7 @@ impl World {
             packets: Packets::default(),
             disturbed_at: Time::ZERO,
             steps: 0,
+            extremes: Extremes::default(),
             trace: DefaultHasher::new(),
             notes: VecDeque::new(),
             watched: watched(),
