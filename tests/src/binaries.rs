@@ -43,6 +43,23 @@ pub fn release_folder() -> anyhow::Result<&'static Path> {
     built_once(&FOLDER, BUILT_RELEASE, View::Quiet, || Ok("release".to_owned()))
 }
 
+/// A program of the daemon's `examples/`, in the release profile.
+pub(crate) fn release_example(name: &str) -> anyhow::Result<PathBuf> {
+    let folder = target()?.folder;
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let out = Command::new(cargo)
+        .current_dir(workspace())
+        .args(["build", "--quiet", "--locked", "--release", "-p", "vpn-daemon", "--example", name, "--target-dir"])
+        .arg(&folder)
+        .stdin(Stdio::null())
+        .output()
+        .context("cargo cannot be run")?;
+    if !out.status.success() {
+        bail!("cargo build of the example failed\n{}", String::from_utf8_lossy(&out.stderr));
+    }
+    Ok(folder.join("release/examples").join(name))
+}
+
 fn built_once(
     folder: &'static OnceLock<Result<PathBuf, String>>,
     variable: &str,

@@ -5,6 +5,7 @@ mod figures;
 mod generator;
 mod icmp;
 mod idle;
+mod instructions;
 mod links;
 mod paths;
 mod responder;
@@ -21,6 +22,7 @@ use uuid::Uuid;
 
 use crate::netns::Setup;
 
+pub use instructions::check as check_instructions;
 use links::Links;
 
 /// Options of all benchmarks.
@@ -44,6 +46,8 @@ enum Which {
         #[command(flatten)]
         idle: idle::Options,
     },
+    /// Instructions that the pieces of the data path need, against the stored baseline
+    Micro(instructions::Options),
     #[command(subcommand, hide = true)]
     Generate(generator::Load),
     /// Answers the generator behind an agent's TUN device
@@ -81,6 +85,7 @@ pub fn run(options: &Options) -> anyhow::Result<ExitCode> {
             let paths = paths::run(paths, &links).await?;
             anyhow::Ok(if idle == ExitCode::SUCCESS { paths } else { idle })
         }),
+        Which::Micro(options) => instructions::run(options).map(|()| ExitCode::SUCCESS),
         Which::Generate(load) => generator::run(load).map(|()| ExitCode::SUCCESS),
         Which::Respond => responder::run().map(|()| ExitCode::SUCCESS),
         Which::Agent { url, id, tun, relay_only } => in_runtime(1, roles::agent(url, *id, tun.clone(), *relay_only)),

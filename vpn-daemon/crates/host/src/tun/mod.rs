@@ -8,7 +8,7 @@ use std::path::PathBuf;
 mod checksum;
 #[cfg(target_os = "linux")]
 mod linux;
-mod offload;
+pub mod offload;
 #[cfg(target_os = "linux")]
 pub use linux::Tun;
 #[cfg(target_os = "linux")]

@@ -141,7 +141,7 @@ impl Frame {
     }
 
     /// Fills the frame with a packet behind the device's header that `read` writes.
-    pub(super) fn fill_with_header<E>(&mut self, read: impl FnOnce(&mut [u8]) -> Result<usize, E>) -> Result<(), E> {
+    pub fn fill_with_header<E>(&mut self, read: impl FnOnce(&mut [u8]) -> Result<usize, E>) -> Result<(), E> {
         self.fill(read)?;
         let length = self.packet.end;
         self.packet = VNET_HEADER.min(length)..length;
@@ -281,10 +281,10 @@ const OPEN: usize = 8;
 const HEADERS: usize = IPV6_HEADER + 60;
 
 /// Where a packet lies in the arena.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Piece {
-    pub(super) at: usize,
-    pub(super) length: usize,
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Piece {
+    pub at: usize,
+    pub length: usize,
 }
 
 /// Consecutive packets of one conversation that one write can carry, or one packet.
@@ -303,7 +303,7 @@ struct Run {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Kind {
+pub enum Kind {
     Tcp,
     Udp,
     Other,
@@ -318,16 +318,16 @@ struct Joinable {
 }
 
 /// Packets waiting to be written, in the order they came, joined where that is possible.
-pub(super) struct Runs {
+pub struct Runs {
     runs: Vec<Run>,
     used: usize,
     /// Kinds that the device takes joined.
-    pub(super) join_tcp: bool,
-    pub(super) join_udp: bool,
+    pub join_tcp: bool,
+    pub join_udp: bool,
 }
 
 impl Runs {
-    pub(super) fn new(join: bool) -> Self {
+    pub fn new(join: bool) -> Self {
         let empty = || Run {
             pieces: [Piece::default(); PIECES],
             count: 0,
@@ -343,7 +343,7 @@ impl Runs {
     }
 
     /// Adds the packet that lies at `piece`. False: there is no room, write what there is first.
-    pub(super) fn add(&mut self, arena: &[u8], piece: Piece) -> bool {
+    pub fn add(&mut self, arena: &[u8], piece: Piece) -> bool {
         let Some(packet) = arena.get(piece.at..piece.at + piece.length) else { return true };
         let joinable = joinable(packet);
         let waiting = self.runs.get_mut(..self.used).unwrap_or_default();
@@ -362,13 +362,13 @@ impl Runs {
         true
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.used == 0
     }
 
     /// Writes every run by `write`, in order, and empties the list. `write` gets the device's header, the headers of the
     /// packet and the pieces of which the first is to be taken without its headers.
-    pub(super) fn flush(&mut self, arena: &[u8], mut write: impl FnMut(Joined<'_>)) {
+    pub fn flush(&mut self, arena: &[u8], mut write: impl FnMut(Joined<'_>)) {
         for run in self.runs.get(..self.used).unwrap_or_default() {
             if let Some(joined) = run.joined(arena) {
                 write(joined);
@@ -379,18 +379,18 @@ impl Runs {
 }
 
 /// One write.
-pub(super) struct Joined<'a> {
-    pub(super) kind: Kind,
-    pub(super) vnet: [u8; VNET_HEADER],
+pub struct Joined<'a> {
+    pub kind: Kind,
+    pub vnet: [u8; VNET_HEADER],
     /// Headers of the joined packet; empty for a single one.
     headers: [u8; HEADERS],
     header_length: usize,
-    pub(super) pieces: &'a [Piece],
+    pub pieces: &'a [Piece],
 }
 
 impl<'a> Joined<'a> {
     /// One packet by itself.
-    pub(super) fn single(pieces: &'a [Piece]) -> Self {
+    pub fn single(pieces: &'a [Piece]) -> Self {
         // The cipher vouches for its checksum.
         let vnet = VnetHeader {
             flags: DATA_VALID,
@@ -403,7 +403,7 @@ impl<'a> Joined<'a> {
         Self { kind: Kind::Other, vnet: vnet.write(), headers: [0; HEADERS], header_length: 0, pieces }
     }
 
-    pub(super) fn headers(&self) -> &[u8] {
+    pub fn headers(&self) -> &[u8] {
         self.headers.get(..self.header_length).unwrap_or_default()
     }
 }
