@@ -4,7 +4,7 @@
 //! programmed, kept while lost or removed is the engine's matter: here an answer is only checked and translated. No
 //! bytes are moved here, requests go to a [`Requests`].
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::time::Duration;
 
 use codervpn_proto::tailnet as pb;
@@ -58,6 +58,47 @@ pub(crate) struct Coordination {
     strays: HashSet<Uuid>,
     error: Option<String>,
     refusals: Refusals,
+    pace: Pace,
+}
+
+/// A coordinator keeps a few hundred answers for a slow reader and hangs up beyond (Go: `ResponseBufferSize`, 512); each
+/// tunnel brings two. So tunnels of a user with very many agents are asked for in portions.
+const PORTION: usize = 128;
+const BETWEEN_PORTIONS: Duration = Duration::from_millis(50);
+
+/// Tunnels that wait for their portion, bounded by the number of destinations.
+#[derive(Debug, Default)]
+struct Pace {
+    waiting: VecDeque<Uuid>,
+    /// Requests left in the portion that began then.
+    portion: Option<(Instant, usize)>,
+}
+
+impl Pace {
+    fn ask(&mut self, id: Uuid, requests: &mut impl Requests, now: Instant) {
+        if !self.waiting.contains(&id) {
+            self.waiting.push_back(id);
+        }
+        self.go_on(requests, now);
+    }
+
+    fn go_on(&mut self, requests: &mut impl Requests, now: Instant) {
+        if self.portion.is_none_or(|(began, _)| now >= began + BETWEEN_PORTIONS) {
+            self.portion = Some((now, PORTION));
+        }
+        let Some((_, left)) = &mut self.portion else { return };
+        while *left > 0
+            && let Some(id) = self.waiting.pop_front()
+        {
+            requests.add_tunnel(id);
+            *left -= 1;
+        }
+    }
+
+    fn due(&self) -> Option<Instant> {
+        let (began, _) = self.portion.filter(|_| !self.waiting.is_empty())?;
+        Some(began + BETWEEN_PORTIONS)
+    }
 }
 
 /// What an answer says.
@@ -75,6 +116,7 @@ impl Coordination {
             strays: HashSet::new(),
             error: None,
             refusals: Refusals::default(),
+            pace: Pace::default(),
         }
     }
 
@@ -82,8 +124,9 @@ impl Coordination {
     pub(crate) fn connected(&mut self, requests: &mut impl Requests) {
         self.strays.clear();
         self.error = None;
+        self.pace = Pace::default();
         for id in self.refusals.at_connect(&self.destinations) {
-            requests.add_tunnel(id);
+            self.pace.ask(id, requests, Instant::now());
         }
     }
 
@@ -106,20 +149,21 @@ impl Coordination {
     /// The first update of a WorkspaceUpdates stream has come.
     pub(crate) fn snapshot(&mut self, requests: &mut impl Requests) {
         for id in self.refusals.snapshot() {
-            requests.add_tunnel(id);
+            self.pace.ask(id, requests, Instant::now());
         }
     }
 
     /// When [`Coordination::tick`] is due on a connection.
     pub(crate) fn due(&self) -> Option<Instant> {
-        self.refusals.due(Instant::now())
+        [self.refusals.due(Instant::now()), self.pace.due()].into_iter().flatten().min()
     }
 
     /// Goes on with destinations that were held back.
     pub(crate) fn tick(&mut self, requests: &mut impl Requests) {
         for id in self.refusals.tick(Instant::now()) {
-            requests.add_tunnel(id);
+            self.pace.ask(id, requests, Instant::now());
         }
+        self.pace.go_on(requests, Instant::now());
     }
 
     /// Makes the destinations exactly these: additions first, then removals (CC-19).
@@ -128,11 +172,12 @@ impl Coordination {
             if self.refusals.admit(*id)
                 && let Some(requests) = requests.as_mut()
             {
-                requests.add_tunnel(*id);
+                self.pace.ask(*id, *requests, Instant::now());
             }
         }
         for id in self.destinations.difference(&wanted) {
             self.refusals.forget(*id);
+            self.pace.waiting.retain(|waiting| waiting != id);
             if let Some(requests) = requests.as_mut() {
                 requests.remove_tunnel(*id);
             }
@@ -249,4 +294,39 @@ impl PeerUpdateKind {
 /// Text of a stranger for logs and screens.
 fn plain(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(MAX_TEXT).collect()
+}
+
+#[cfg(test)]
+mod pace_tests {
+    use super::*;
+
+    #[derive(Default)]
+    struct Asked(usize);
+
+    impl Requests for Asked {
+        fn add_tunnel(&mut self, _: Uuid) {
+            self.0 += 1;
+        }
+        fn remove_tunnel(&mut self, _: Uuid) {}
+    }
+
+    #[test]
+    fn thousands_of_tunnels_are_asked_for_in_portions_and_each_once() {
+        let start = Instant::now();
+        let (mut pace, mut asked) = (Pace::default(), Asked::default());
+        for id in 0..2000_u128 {
+            pace.ask(Uuid::from_u128(id), &mut asked, start);
+            pace.ask(Uuid::from_u128(id), &mut asked, start);
+        }
+        assert!((PORTION..=2 * PORTION).contains(&asked.0), "{}", asked.0);
+        let mut portions = 0;
+        while let Some(at) = pace.due() {
+            let before = asked.0;
+            pace.go_on(&mut asked, at);
+            assert!(asked.0 - before <= PORTION);
+            portions += 1;
+        }
+        assert!(portions <= 16);
+        assert!((2000..=2000 + PORTION).contains(&asked.0));
+    }
 }
