@@ -450,9 +450,9 @@ impl Deployment {
         if tokio::time::timeout(DEVICE_LIMIT, self.tunnel.stop()).await.is_err() {
             tracing::error!("the data thread does not end");
         }
-        if !matches!(end, End::DeviceLost(_)) {
-            self.context.status.send_modify(|status| status.tunnel.control = ControlState::Off);
-        }
+        // Without a device nobody is connected, whatever comes next.
+        let control = if matches!(end, End::DeviceLost(_)) { ControlState::Connecting } else { ControlState::Off };
+        self.context.status.send_modify(|status| status.tunnel.control = control);
         (self.requests, self.started)
     }
 }
