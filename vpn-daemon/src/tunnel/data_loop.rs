@@ -183,7 +183,7 @@ impl<D: PacketDevice> DataLoop<D> {
                         responder.handle_packet(packet, now, &mut |answer| self.out.answer(answer));
                         self.forward();
                     }
-                    _ => self.out.from_device(now, |out| self.engine.handle_tun(packet, now, out)),
+                    _ => self.out.while_from_device(now, |out| self.engine.handle_tun(packet, now, out)),
                 }
             }
             self.out.counters.device_bad = frame.bad();

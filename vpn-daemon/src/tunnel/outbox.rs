@@ -46,7 +46,7 @@ struct Datagrams {
 }
 
 impl Datagrams {
-    fn send(failures: &mut Vec<(SocketAddr, SendFailure)>, udp: &mut UdpSockets, to: SocketAddr, run: Run<'_>) {
+    fn send(failures: &mut Vec<(SocketAddr, SendFailure)>, udp: &mut UdpSockets, to: SocketAddr, run: &Run<'_>) {
         let Err(error) = udp.send(to, run.segment, run.bytes) else { return };
         let failure = match error {
             SendError::TooBig => SendFailure::TooBig,
@@ -62,18 +62,18 @@ impl Datagrams {
 
     fn room(&mut self, udp: &mut UdpSockets, to: SocketAddr, room: usize) -> Option<&mut [u8]> {
         let Self { group, failures, .. } = self;
-        group.room(to, room, |to, segment, bytes| Self::send(failures, udp, to, Run { segment, bytes }))
+        group.room(to, room, |to, segment, bytes| Self::send(failures, udp, to, &Run { segment, bytes }))
     }
 
     fn commit(&mut self, udp: &mut UdpSockets, len: usize) {
         self.committed += 1;
         let Self { group, failures, .. } = self;
-        group.commit(len, |to, segment, bytes| Self::send(failures, udp, to, Run { segment, bytes }));
+        group.commit(len, |to, segment, bytes| Self::send(failures, udp, to, &Run { segment, bytes }));
     }
 
     fn flush(&mut self, udp: &mut UdpSockets) {
         let Self { group, failures, .. } = self;
-        group.flush(|to, segment, bytes| Self::send(failures, udp, to, Run { segment, bytes }));
+        group.flush(|to, segment, bytes| Self::send(failures, udp, to, &Run { segment, bytes }));
     }
 }
 
@@ -120,7 +120,7 @@ impl<D: PacketDevice> Outbox<D> {
     }
 
     /// Notes whether what `work` does, with a packet of the device, sends datagrams directly.
-    pub(super) fn from_device(&mut self, now: Instant, work: impl FnOnce(&mut Self)) {
+    pub(super) fn while_from_device(&mut self, now: Instant, work: impl FnOnce(&mut Self)) {
         let before = self.datagrams.committed;
         work(self);
         if self.datagrams.committed != before {
