@@ -347,7 +347,12 @@ impl Runs {
         let Some(packet) = arena.get(piece.at..piece.at + piece.length) else { return true };
         let joinable = joinable(packet);
         let waiting = self.runs.get_mut(..self.used).unwrap_or_default();
-        if let Some(run) = waiting.iter_mut().rev().take(OPEN).find(|run| run.is_of(arena, packet)) {
+        if !matches!(packet.get(6), Some(&(TCP | UDP))) {
+            // The ports of a fragment are hidden: it may be of any conversation of its two ends, and none may overtake it.
+            for run in waiting.iter_mut().rev().take(OPEN).filter(|run| run.has_ends_of(arena, packet)) {
+                run.closed = true;
+            }
+        } else if let Some(run) = waiting.iter_mut().rev().take(OPEN).find(|run| run.is_of(arena, packet)) {
             // Only the last run of a conversation: anything else would overtake it.
             if let Some(joinable) = &joinable
                 && run.join(arena, packet, piece, joinable)
@@ -441,6 +446,11 @@ impl Run {
         let Some(first) = self.first(arena) else { return false };
         let ends = |packet: &[u8]| packet.get(8..44).and_then(<[u8]>::first_chunk::<36>).copied();
         first.get(6) == packet.get(6) && ends(first).is_some() && ends(first) == ends(packet)
+    }
+
+    /// Whether a packet has the same addresses.
+    fn has_ends_of(&self, arena: &[u8], packet: &[u8]) -> bool {
+        self.first(arena).is_some_and(|first| first.get(8..40) == packet.get(8..40))
     }
 
     /// Appends the packet if it is what a cut of the joined packet would give.

@@ -259,3 +259,16 @@ fn what_must_stay_alone_stays_alone() {
     put(&mut no_checksum, 46, [0, 0]).unwrap();
     assert_eq!(join(&[no_checksum.clone(), no_checksum]).len(), 2);
 }
+
+#[test]
+fn a_fragment_is_not_overtaken_by_the_next_datagram() {
+    let payload = vec![9; 100];
+    let mut fragment = udp(1, &payload);
+    fragment[6] = 44; // The fragment header hides the ports, so the conversation is known by its addresses only.
+    let mut elsewhere = udp(2, &payload);
+    elsewhere[6] = 44;
+    let written = join(&[udp(1, &payload), fragment.clone(), udp(1, &payload)]);
+    assert_eq!(written.len(), 3);
+    assert_eq!(&written[1][VNET_HEADER..], fragment);
+    assert_eq!(join(&[udp(1, &payload), elsewhere, udp(1, &payload)]).len(), 2, "fragments for others close nothing");
+}
