@@ -3,6 +3,8 @@
 //!
 //! Allocations are counted for each thread; the devices read the count of the loop that calls them.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests count as tests")]
+
 mod pair;
 
 use std::alloc::{GlobalAlloc, Layout, System};
