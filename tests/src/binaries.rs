@@ -98,6 +98,11 @@ pub(crate) fn target() -> anyhow::Result<Target> {
     Ok(Target { folder: folder.to_owned(), profile })
 }
 
+/// Where this run builds: packages outside the workspace share what it has built already.
+pub fn target_folder() -> anyhow::Result<PathBuf> {
+    Ok(target()?.folder)
+}
+
 /// Whether cargo speaks: in tests only of failures.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum View {

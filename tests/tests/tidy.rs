@@ -175,6 +175,30 @@ fn some_libraries_have_one_home() {
     none(&violations);
 }
 
+/// The simulation sets boringtun's clock, the product must not be able to; and both have to use the same boringtun.
+#[test]
+fn only_the_simulation_has_a_mocked_clock() {
+    let boringtun = |folder: &Path| {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let out = Command::new(cargo)
+            .current_dir(folder)
+            .args(["tree", "--locked", "--target", "all", "-e", "normal,build,dev", "-f", "{p} {f}", "-i", "boringtun"])
+            .output()
+            .unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        let text = String::from_utf8(out.stdout).unwrap();
+        text.lines().next().unwrap().to_owned()
+    };
+    let (product, simulation) = (boringtun(workspace()), boringtun(&workspace().join("vpn-daemon/crates/engine-sim")));
+    assert!(product.starts_with("boringtun v"), "{product}");
+    assert!(!product.contains("mock"), "{product}");
+    assert!(simulation.contains("mock-instant"), "{simulation}");
+    let version = |line: &str| line.split(' ').nth(1).unwrap().to_owned();
+    assert_eq!(version(&product), version(&simulation), "bring the simulation's Cargo.lock up to date");
+    let lock = fs::read_to_string(workspace().join("Cargo.lock")).unwrap();
+    assert!(!lock.contains("mock_instant"), "nothing of the workspace may depend on it");
+}
+
 /// A workspace-wide `forbid` could not be lifted in `host`, so each root has its own.
 #[test]
 fn unsafe_code_is_only_in_host() {

@@ -35,6 +35,7 @@ fn main() -> ExitCode {
         ("systemd-resolved", &resolved),
         ("tests", &|| cargo(&["test", "--workspace", "--locked", "--no-fail-fast"])),
         ("tests that need root", &privileged),
+        ("simulation", &simulation),
     ];
     for (name, step) in steps {
         report::say(&format!("==> {name}"));
@@ -108,6 +109,23 @@ fn resolved() -> anyhow::Result<()> {
         }
         Err(err) => unavailable(&format!("tests with systemd-resolved: {err:#}")),
     }
+}
+
+/// The virtual network: every topology, every trouble, and 200 hours made up from seeds. It lies outside the workspace,
+/// since features unify within one, and is only worth its time when optimised.
+fn simulation() -> anyhow::Result<()> {
+    let target = binaries::target_folder()?;
+    let steps: [&[&str]; 3] = [
+        &["fmt", "--check"],
+        &["clippy", "--release", "--all-targets", "--locked", "--", "-D", "warnings"],
+        &["test", "--release", "--locked", "--no-fail-fast"],
+    ];
+    for args in steps {
+        let mut command = cargo_command(args);
+        command.current_dir(binaries::workspace().join("vpn-daemon/crates/engine-sim"));
+        run(command.env("CARGO_TARGET_DIR", &target))?;
+    }
+    Ok(())
 }
 
 /// What a user's rights did not suffice for runs once more as root, if a person at the terminal agrees. Nothing is built
