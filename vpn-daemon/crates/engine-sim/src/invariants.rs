@@ -35,7 +35,8 @@ const UPKEEP: u64 = 700;
 const QUIET_FOR: Time = secs(120);
 /// Changes in an hour that nothing outside explains: to the relay for longer than a ping takes, and between addresses.
 const RELAYED_PER_HOUR: u32 = 6;
-const CHANGES_PER_HOUR: u32 = 60;
+/// Behind a NAT with many ports for one host all addresses are alike, and jitter decides.
+const CHANGES_PER_HOUR: u32 = 400;
 /// A direct path that was not used for a while is proven anew with the first packet; meanwhile both ways are used.
 const PROVEN_WITHIN: Time = ms(1000);
 /// After trouble in the network paths may change for this long.
