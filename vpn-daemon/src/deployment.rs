@@ -50,7 +50,7 @@ const TICK: Duration = Duration::from_secs(5);
 /// Changes of peers are shown together when they come within this time.
 const GATHER: Duration = Duration::from_millis(50);
 /// Making what is shown takes at most this part of our time: with thousands of agents it is shown less often.
-const SHOW_SHARE: u32 = 20;
+const SHOW_SHARE: u32 = 100;
 /// Leaving the coordinator and giving the resolver back, side by side; then the routes; then the device. Together at
 /// most 3 s (codervpn-protocol 6.4).
 const LEAVE_LIMIT: Duration = Duration::from_millis(1800);
@@ -361,10 +361,8 @@ impl Deployment {
             }
             TunnelEvent::PeerChanged(_) => self.refresh_soon(),
             TunnelEvent::MeasureRelays => self.survey.begin(),
-            TunnelEvent::PingDone { id, result } => {
-                self.pings.pong(id, result, &self.map);
-                self.refresh_soon();
-            }
+            // Shown with the next tick: thousands of idle agents are pinged all the time, and a path that changes is told.
+            TunnelEvent::PingDone { id, result } => self.pings.pong(id, result, &self.map),
             TunnelEvent::EchoDone { id, token, result, path } => self.pings.echo(id, token, result, path, &self.map),
             TunnelEvent::Forward(request) => {
                 self.forwarder.ask(request, self.tunnel.handle());
