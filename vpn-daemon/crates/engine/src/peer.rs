@@ -37,6 +37,10 @@ const UNREACHABLE_AFTER: Duration = Duration::from_secs(30);
 
 /// An idle peer is pinged every 30 s; after two missed pongs its direct path is no longer shown.
 const SHOWN_AFTER_PONG: Duration = Duration::from_secs(75);
+/// A peer that has just appeared learns its endpoints within this time.
+const FIRST_NEWS: Duration = Duration::from_secs(10);
+/// Endpoints of an idle peer are tried at most this often.
+const IDLE_NEWS: Duration = Duration::from_secs(300);
 /// For so long a relay is used because a direct path is still looked for, afterwards because there is none.
 const LOOKING: Duration = Duration::from_secs(5);
 
@@ -201,10 +205,20 @@ impl Peer {
             cx.event(Event::Programmed(self.id));
         }
         // Its endpoints came later than its session: an agent publishes itself before STUN has answered.
-        if news && !other_key && self.session.is_some() && self.paths.trusted(now).is_none() {
+        if news && !other_key && self.session.is_some() && self.paths.trusted(now).is_none() && self.is_news_urgent(now)
+        {
             self.begin_discovery(true, cx, sink, now);
         }
         self.settle(cx, now);
+    }
+
+    /// Whether new endpoints are tried at once: not for an idle peer again and again, whose NAT may have others every 20 s.
+    /// Its next packet tries them.
+    fn is_news_urgent(&self, now: Instant) -> bool {
+        let within = |at: Option<Instant>, time| at.is_some_and(|at| now.saturating_duration_since(at) < time);
+        self.is_in_use(now)
+            || within(self.pings.looking_since, FIRST_NEWS)
+            || !within(self.pings.last_discovery, IDLE_NEWS)
     }
 
     /// READY_FOR_HANDSHAKE.

@@ -261,6 +261,8 @@ impl Peer {
         let looking =
             self.pings.last_discovery.is_some_and(|at| now.saturating_duration_since(at) < DISCOVERY_INTERVAL);
         let hurried = self.paths.trusted(now).is_none() && (looking || self.is_in_use(now));
+        // Two NATs with a port for every destination would answer each other from ever new ports otherwise.
+        let needless = self.direct(cx, now).is_some_and(|shown| shown != source);
         let Some(candidate) = self.candidates.pinged_us(source, cx.allow_loopback, now) else { return };
         cx.addresses.admit(source, self.slot);
         // Its ping has opened both firewalls: ours goes through now if ever. One that was sent before may be lost.
@@ -269,7 +271,7 @@ impl Peer {
             false => (candidate.last_ping, DISCOVERY_INTERVAL),
         };
         let due = last.is_none_or(|at| now.saturating_duration_since(at) >= pause);
-        if due && self.session.is_some() {
+        if due && !needless && self.session.is_some() {
             candidate.pinged_back = Some(now);
             self.discovery_ping(source, cx, sink, now);
         }
