@@ -63,7 +63,9 @@ pub(super) async fn server(listen: SocketAddr, idle: usize) -> anyhow::Result<()
     let mut orders = orders();
     while let Some(order) = orders.next_line().await? {
         if order == "wake" {
-            // As machines come up, not all in one moment: the coordinator's queue for a client is short.
+            // As machines come up, after the client has asked for them and not all in one moment: the coordinator's queue
+            // for a client is short.
+            deployment.until("a tunnel to every agent", |d| d.coordinator().tunnels().len() >= idle).await?;
             for some in agents.get(..idle).unwrap_or_default().chunks(50) {
                 for id in some {
                     sleeper(&deployment, *id);
