@@ -22,6 +22,10 @@ const CLIENT: Uuid = Uuid::from_u128(0x1111_2222_3333_4444_5555_6666_7777_8888);
 const AGENT: Uuid = Uuid::from_u128(0x7f3c_9a52_1d4e_4b86_a2c7_5e90_d1f8_b364);
 /// A full packet.
 const PACKET: usize = 1280;
+/// Its payload.
+pub(crate) const PAYLOAD: usize = PACKET - 48;
+/// Packets of a frame, as many as the device's limits allow (fast path 4.2).
+pub(crate) const SEGMENTS: u64 = 49;
 /// Packets under way, as a TCP connection would have them: never more than sockets and the relay hold (it keeps 512).
 const WINDOW: u64 = 400;
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -79,31 +83,40 @@ impl Traffic {
 struct Device {
     own: Arc<Traffic>,
     other: Arc<Traffic>,
-    packet: Vec<u8>,
-    room: [u8; 2048],
+    /// A super-packet with the kernel's header in front.
+    frame: Vec<u8>,
+    room: Vec<u8>,
+    /// Packets given since the last flush.
+    waiting: u64,
 }
 
 impl Device {
-    fn may_send(&self) -> bool {
+    /// How many packets the next frame has.
+    fn may_send(&self) -> u64 {
         let sent = self.own.sent.load(SeqCst);
-        sent < self.own.wanted.load(SeqCst) && sent < self.other.got.load(SeqCst) + WINDOW
+        let wanted = self.own.wanted.load(SeqCst) - sent;
+        let window = (self.other.got.load(SeqCst) + WINDOW) - sent;
+        if window < SEGMENTS { 0 } else { wanted.min(SEGMENTS) }
     }
 }
 
 impl PacketDevice for Device {
     fn recv(&mut self, frame: &mut Frame) -> io::Result<()> {
         self.own.allocations.store(crate::ALLOCATIONS.get(), SeqCst);
-        if !self.may_send() {
+        let mut packets = self.may_send();
+        if packets == 0 {
             let _ = rustix::io::read(&self.own.signal, &mut [0; 8]);
             // Whoever changed it before the signal was cleared is seen here, later ones signal again.
-            if !self.may_send() {
+            packets = self.may_send();
+            if packets == 0 {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
         }
-        self.own.sent.fetch_add(1, SeqCst);
-        frame.fill(|buffer| {
-            buffer[..self.packet.len()].copy_from_slice(&self.packet);
-            Ok(self.packet.len())
+        self.own.sent.fetch_add(packets, SeqCst);
+        let len = HEADERS + packets as usize * PAYLOAD;
+        frame.fill_with_header(|room| {
+            room[..len].copy_from_slice(&self.frame[..len]);
+            io::Result::Ok(len)
         })
     }
 
@@ -111,16 +124,19 @@ impl PacketDevice for Device {
         self.room.get_mut(..room)
     }
 
-    fn commit(&mut self, length: usize) {
-        assert_eq!(length, self.packet.len());
-        let got = self.own.got.fetch_add(1, SeqCst) + 1;
-        if got.is_multiple_of(WINDOW / 4) {
-            self.other.raise();
-        }
+    fn commit(&mut self, len: usize) {
+        assert_eq!(len, PACKET);
+        assert_eq!(self.room[PACKET - PAYLOAD..PACKET], self.frame[HEADERS..HEADERS + PAYLOAD]);
+        self.waiting += 1;
     }
 
     fn flush(&mut self) -> Written {
-        Written::default()
+        let packets = std::mem::take(&mut self.waiting);
+        if packets > 0 {
+            self.own.got.fetch_add(packets, SeqCst);
+            self.other.raise();
+        }
+        Written { writes: u64::from(packets > 0), packets, ..Written::default() }
     }
 
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -128,17 +144,25 @@ impl PacketDevice for Device {
     }
 }
 
-/// A UDP datagram that fills a packet.
-fn packet(from: Ipv6Addr, to: Ipv6Addr, ports: [u16; 2]) -> Vec<u8> {
-    let mut packet = vec![0x5a; PACKET];
-    let length = (PACKET - 40) as u16;
-    packet[..8].copy_from_slice(&[0x60, 0, 0, 0, (length >> 8) as u8, length as u8, 17, 64]);
-    packet[8..24].copy_from_slice(&from.octets());
-    packet[24..40].copy_from_slice(&to.octets());
-    packet[40..42].copy_from_slice(&ports[0].to_be_bytes());
-    packet[42..44].copy_from_slice(&ports[1].to_be_bytes());
-    packet[44..46].copy_from_slice(&length.to_be_bytes());
-    packet
+/// Of a frame: the kernel's, IPv6 and UDP.
+const HEADERS: usize = 10 + 48;
+
+/// UDP datagrams that fill packets, as one super-packet.
+fn super_packet(from: Ipv6Addr, to: Ipv6Addr, ports: [u16; 2]) -> Vec<u8> {
+    let mut frame = vec![0; HEADERS];
+    // Checksum to be finished; UDP in segments.
+    frame[..2].copy_from_slice(&[1, 5]);
+    for (at, number) in [(2, 48), (4, PAYLOAD as u16), (6, 40), (8, 6)] {
+        frame[at..at + 2].copy_from_slice(&number.to_ne_bytes());
+    }
+    frame[10..18].copy_from_slice(&[0x60, 0, 0, 0, 0, 0, 17, 64]);
+    frame[18..34].copy_from_slice(&from.octets());
+    frame[34..50].copy_from_slice(&to.octets());
+    frame[50..52].copy_from_slice(&ports[0].to_be_bytes());
+    frame[52..54].copy_from_slice(&ports[1].to_be_bytes());
+    let payload: Vec<u8> = (0..PAYLOAD).map(|at| at as u8).collect();
+    frame.extend((0..SEGMENTS).flat_map(|_| payload.clone()));
+    frame
 }
 
 impl Pair {
@@ -154,12 +178,12 @@ impl Pair {
             }
         }
         let [client, agent] = [configs[0].addresses[0], coder_address(AGENT)];
-        let packets = [packet(client, agent, [40_000, 7]), packet(agent, client, [7, 40_000])];
+        let frames = [super_packet(client, agent, [40_000, 7]), super_packet(agent, client, [7, 40_000])];
         let mut sides = Vec::new();
         let mut events = Vec::new();
-        for ((config, packet), own) in configs.into_iter().zip(packets).zip(&traffic) {
+        for ((config, frame), own) in configs.into_iter().zip(frames).zip(&traffic) {
             let other = traffic.iter().find(|other| !ptr::eq(*other, own)).unwrap();
-            let device = Device { own: own.clone(), other: other.clone(), packet, room: [0; 2048] };
+            let device = Device { own: own.clone(), other: other.clone(), frame, room: vec![0; 2048], waiting: 0 };
             let (side, told) = Side::start(config, device, &relay).await;
             sides.push(side);
             events.push(told);

@@ -27,6 +27,9 @@ use super::{Command, Snapshot, TunnelEvent};
 
 /// Reads of the device before the network is looked at again.
 const DEVICE_TURN: usize = 64;
+/// Bytes read from the device before the network is looked at again: half a millisecond of sealing, so that what comes in
+/// does not wait behind what goes out.
+const DEVICE_TURN_BYTES: usize = 256 * 1024;
 /// Receives on the UDP sockets before the device is looked at again.
 const NETWORK_TURN: usize = 4;
 /// Batches taken from the relays before the device is looked at again.
@@ -159,7 +162,11 @@ impl<D: PacketDevice> DataLoop<D> {
 
     /// True when there may be more.
     fn take_from_device(&mut self, frame: &mut Frame, now: Instant) -> io::Result<bool> {
+        let mut bytes = 0;
         for _ in 0..DEVICE_TURN {
+            if bytes >= DEVICE_TURN_BYTES {
+                break;
+            }
             if self.out.paused_until(now).is_some() {
                 return Ok(false);
             }
@@ -186,6 +193,7 @@ impl<D: PacketDevice> DataLoop<D> {
                     _ => self.out.while_from_device(now, |out| self.engine.handle_tun(packet, now, out)),
                 }
             }
+            bytes += frame.len();
             self.out.counters.device_bad = frame.bad();
             if frame.len() > LARGE_READ {
                 self.out.flush_datagrams();
