@@ -27,7 +27,7 @@ const GOAL: (f64, f64) = (60.0, 1.0);
 
 pub(super) async fn run(options: &Options, links: &Links) -> anyhow::Result<ExitCode> {
     let count = options.agents.to_string();
-    let mut server = Helper::start(None, &["server", &format!("{SERVER}:8080"), "--idle", &count])?;
+    let mut server = Helper::start(None, &["server", &format!("{SERVER}:8083"), "--idle", &count])?;
     let told: Value = server.told().await?;
     let text = |name: &str| told[name].as_str().context("the server tells where it is");
     let begin = Instant::now();

@@ -21,6 +21,7 @@ use url::Url;
 use uuid::Uuid;
 
 use crate::netns::Setup;
+use crate::report::say;
 
 pub use instructions::check as check_instructions;
 use links::Links;
@@ -81,9 +82,12 @@ pub fn run(options: &Options) -> anyhow::Result<ExitCode> {
         Which::Idle(options) => isolated().run_program(async move || idle::run(options, &Links::new()?).await),
         Which::All { paths, idle } => isolated().foreign().run_program(async move || {
             let links = Links::new()?;
-            let idle = idle::run(idle, &links).await?;
+            let idle = idle::run(idle, &links).await;
+            if let Err(error) = &idle {
+                say(&format!("idle agents FAILED: {error:#}"));
+            }
             let paths = paths::run(paths, &links).await?;
-            anyhow::Ok(if idle == ExitCode::SUCCESS { paths } else { idle })
+            anyhow::Ok(if idle? == ExitCode::SUCCESS { paths } else { ExitCode::FAILURE })
         }),
         Which::Micro(options) => instructions::run(options).map(|()| ExitCode::SUCCESS),
         Which::Generate(load) => generator::run(load).map(|()| ExitCode::SUCCESS),
