@@ -63,11 +63,14 @@ impl Networks {
     }
 }
 
+/// The addresses of our own devices and of agents: they are there as long as we run, and no way out.
+const OURS: [u16; 3] = [0xfd60, 0x627a, 0xa42b];
+
 /// Addresses that come and go with links that lead nowhere (those of containers) are none.
 fn is_of_a_network(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_link_local(),
-        IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unicast_link_local(),
+        IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unicast_link_local() && !v6.segments().starts_with(&OURS),
     }
 }
 
@@ -85,8 +88,8 @@ fn default_routes() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for line in read("/proc/net/route").lines() {
         let fields: Vec<&str> = line.split_whitespace().collect();
-        // Interface, destination, gateway.
-        if let [interface, "00000000", gateway, ..] = fields[..] {
+        // Interface, destination, gateway, flags, two counters, metric, mask: half a network is no default.
+        if let [interface, "00000000", gateway, _, _, _, _, "00000000", ..] = fields[..] {
             found.insert(format!("{interface} {gateway}"));
         }
     }
@@ -108,7 +111,7 @@ pub fn gateway() -> Option<(Ipv4Addr, Ipv4Addr)> {
     let table = std::fs::read_to_string("/proc/net/route").ok()?;
     let gateway = table.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
-        let [_, "00000000", gateway, ..] = fields[..] else { return None };
+        let [_, "00000000", gateway, _, _, _, _, "00000000", ..] = fields[..] else { return None };
         // In the machine's byte order.
         let address = Ipv4Addr::from(u32::from_str_radix(gateway, 16).ok()?.to_ne_bytes());
         (!address.is_unspecified()).then_some(address)
@@ -163,6 +166,10 @@ pub struct Monitor {
     clocks: Clocks,
     /// When clocks are compared next.
     tick: Instant,
+    /// Until when the burst lasts of which something was heard.
+    burst: Option<Instant>,
+    /// A sleep that nobody was told of yet.
+    slept: bool,
     /// Minor changes are told again from then on.
     quiet_until: Instant,
 }
@@ -177,26 +184,38 @@ impl Monitor {
             networks,
             clocks: Clocks::now(),
             tick: Instant::now() + CLOCK_TICK,
+            burst: None,
+            slept: false,
             quiet_until: Instant::now(),
         })
     }
 
-    /// Resolves when something has happened. May be dropped while it waits: then the next call finds it.
+    /// Resolves when something has happened. May be dropped while it waits: what was heard is kept for the next call.
     pub async fn changed(&mut self) -> Change {
         loop {
-            let heard = tokio::select! {
-                () = self.watch.changed() => true,
-                () = tokio::time::sleep_until(self.tick.into()) => false,
-            };
+            match self.burst {
+                // A sleep does not wait for a burst to end, nor does a burst move the tick.
+                Some(end) => tokio::time::sleep_until(end.min(self.tick).into()).await,
+                None => tokio::select! {
+                    () = self.watch.changed() => {
+                        self.burst = Some(Instant::now() + DEBOUNCE);
+                        continue;
+                    }
+                    () = tokio::time::sleep_until(self.tick.into()) => {}
+                },
+            }
+            let heard = self.burst.is_some();
             if heard {
-                tokio::time::sleep(DEBOUNCE).await;
                 self.watch.clear();
             }
             let clocks = Clocks::now();
-            let slept = std::mem::replace(&mut self.clocks, clocks).slept_until(clocks);
-            self.tick = Instant::now() + CLOCK_TICK;
+            self.slept |= std::mem::replace(&mut self.clocks, clocks).slept_until(clocks);
             // Looked at with every tick, too: a change whose message was lost must not stay unseen.
             let networks = Networks::now().await;
+            // From here to the return nothing waits, so that what is taken is told.
+            self.burst = None;
+            self.tick = Instant::now() + CLOCK_TICK;
+            let slept = std::mem::take(&mut self.slept);
             let before = std::mem::replace(&mut self.networks, networks);
             let now = Instant::now();
             let change = judge(&before, &self.networks, slept, heard)
@@ -258,5 +277,20 @@ mod tests {
         assert_eq!(judge(&home, &none, false, true), Some(Change::Down));
         assert_eq!(judge(&none, &home, false, false), Some(Change::Up));
         assert_eq!(judge(&none, &none, true, true), None);
+    }
+
+    #[tokio::test]
+    async fn t38_a_sleep_is_told_though_the_first_wait_was_dropped() {
+        use std::future::Future as _;
+        let mut monitor = Monitor::new().await.unwrap();
+        monitor.clocks.boot = monitor.clocks.boot.saturating_sub(Duration::from_secs(60));
+        monitor.tick = Instant::now() - Duration::from_millis(10);
+        {
+            let mut waiting = std::pin::pin!(monitor.changed());
+            let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+            assert!(waiting.as_mut().poll(&mut context).is_pending());
+        }
+        let told = async { while monitor.changed().await != Change::Major {} };
+        tokio::time::timeout(Duration::from_secs(7), told).await.expect("the sleep is told");
     }
 }

@@ -249,6 +249,55 @@ fn another_network_is_told_once_and_none_at_all_is_told_too() {
     });
 }
 
+/// Our own device is up all the time, and is no way out.
+#[test]
+fn our_own_device_is_no_network() {
+    in_namespaces("our_own_device_is_no_network", || {
+        ip("link add up0 type veth peer name up0p");
+        ip("link set up0 up");
+        ip("link set up0p up");
+        ip("addr add 10.9.0.2/24 dev up0");
+        ip("route add default via 10.9.0.1");
+        let (_dir, paths) = temporary();
+        let tun = Tun::open("coder0", tun::MTU).unwrap();
+        block_on(async {
+            let routes = Routes::apply(&tun, &route_config(), &paths).await.unwrap();
+            let mut monitor = Monitor::new().await.unwrap();
+            ip("link set up0 down");
+            assert_eq!(significant(&mut monitor).await, Change::Down);
+            ip("link set up0 up");
+            assert_eq!(significant(&mut monitor).await, Change::Up);
+            routes.undo().await.unwrap();
+        });
+    });
+}
+
+/// The daemon waits for many things at once and drops the others whenever one happens.
+#[test]
+fn a_change_is_told_in_time_to_one_who_does_not_wait_through() {
+    in_namespaces("a_change_is_told_in_time_to_one_who_does_not_wait_through", || {
+        ip("link add up0 type veth peer name up0p");
+        ip("link set up0 up");
+        ip("link set up0p up");
+        ip("addr add 10.9.0.2/24 dev up0");
+        ip("route add default via 10.9.0.1");
+        block_on(async {
+            let mut monitor = Monitor::new().await.unwrap();
+            let began = std::time::Instant::now();
+            ip("addr add 10.8.0.2/24 dev up0");
+            ip("route replace default via 10.8.0.1");
+            loop {
+                match tokio::time::timeout(Duration::from_millis(100), monitor.changed()).await {
+                    Ok(Change::Major) => break,
+                    _ => assert!(began.elapsed() < Duration::from_secs(10)),
+                }
+            }
+            let took = began.elapsed();
+            assert!(took < Duration::from_millis(1500), "told after {took:?}");
+        });
+    });
+}
+
 // N-03: the switch of our link only.
 #[test]
 fn ipv6_is_enabled_for_our_link_alone() {
