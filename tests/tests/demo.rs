@@ -63,7 +63,7 @@ fn names_resolve_and_bytes_flow_and_nothing_is_left() -> anyhow::Result<()> {
             "$ curl -sS http://db.web.alice.coder:8080\nhello from db in web",
             "10485760 bytes\n",
             "$ codervpn status\nstarted, connected",
-            "pong 1 from",
+            "64 bytes from",
             "$ getent hosts main.old.me.coder\n(exit status 2)\n",
             "$ getent hosts main.lab.bob.coder\n(exit status 2)\n",
             "alice starts old",
