@@ -245,6 +245,27 @@ async fn what_is_not_allowed_ends_the_connection() -> Result {
     Ok(())
 }
 
+/// T-17: connections that never greet hold a bounded number of places, and give them back.
+#[tokio::test]
+async fn t17_handshakes_that_do_not_go_on_are_few() -> Result {
+    let relay = relay().await?;
+    let mut waiting = Vec::new();
+    for _ in 0..64 {
+        waiting.push(open(&relay, UPGRADE).await?);
+    }
+    let (mut refused, _, _) = open(&relay, UPGRADE).await?;
+    let mut rest = Vec::new();
+    let _ = timeout(PATIENCE, refused.read_to_end(&mut rest)).await.context("the 65th is held")?;
+    waiting.clear();
+    timeout(PATIENCE, async {
+        while Client::connect(&relay).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await
+    .context("the places are not given back")
+}
+
 /// 2.4: how a connection begins, and T-48.
 #[tokio::test]
 async fn t48_upgrades() -> Result {
@@ -270,7 +291,7 @@ async fn t48_upgrades() -> Result {
 
 /// A reader that does not read is cut after 2 s and costs others nothing; the relay can go and come back.
 #[tokio::test]
-async fn slow_readers_and_restarts() -> Result {
+async fn t17_slow_readers_and_restarts() -> Result {
     let relay = relay().await?;
     let (mut fast, slow) = (Client::connect(&relay).await?, Client::connect(&relay).await?);
     let packet = vec![1; 60_000];

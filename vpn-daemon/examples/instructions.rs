@@ -3,7 +3,6 @@
 //! `instructions PIECE TIMES`. What a piece needs is made before and does not depend on TIMES, so the difference of two
 //! runs is the piece alone.
 #![forbid(unsafe_code)]
-#![allow(clippy::unwrap_used, reason = "a program that measures, not a part of the daemon")]
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -27,7 +26,10 @@ const SEGMENTS: usize = 49;
 
 fn main() {
     let mut arguments = std::env::args().skip(1);
-    let (piece, times) = (arguments.next().unwrap(), arguments.next().unwrap().parse().unwrap());
+    let (piece, times) = (
+        arguments.next().expect("made for this"),
+        arguments.next().expect("made for this").parse().expect("made for this"),
+    );
     match piece.as_str() {
         "seal" => seal(times),
         "open" => open(times),
@@ -76,7 +78,7 @@ struct Party {
 }
 
 fn region() -> RegionId {
-    RegionId::new(1).unwrap()
+    RegionId::new(1).expect("made for this")
 }
 
 fn map() -> DerpMap {
@@ -118,7 +120,8 @@ fn connected(now: Instant) -> (Party, Party) {
     let mut client_config = Config::client(OsRng);
     client_config.status_pings = false;
     let (mut client, mut agent) = (party(client_config), party(Config::agent(AGENT, OsRng)));
-    let node = |party: &Party| Box::new(party.engine.self_node(std::time::SystemTime::UNIX_EPOCH).unwrap());
+    let node =
+        |party: &Party| Box::new(party.engine.self_node(std::time::SystemTime::UNIX_EPOCH).expect("made for this"));
     let (client_node, agent_node) = (node(&client), node(&agent));
     client.engine.apply(Command::AddDestination(AGENT), now, &mut client.out);
     agent.engine.apply(Command::Node { id: DESKTOP, node: client_node }, now, &mut agent.out);
@@ -141,7 +144,7 @@ fn pass(from: &mut Party, to: &mut Party, now: Instant) {
 fn full_packet(client: &Party) -> Vec<u8> {
     let mut packet = vec![0; 1280];
     let ends = ((client.engine.addresses()[0], 5000), (coder_address(AGENT), 7));
-    let len = ip::write_udp(ends.0, ends.1, &[7; 1232], &mut packet).unwrap();
+    let len = ip::write_udp(ends.0, ends.1, &[7; 1232], &mut packet).expect("made for this");
     packet.truncate(len);
     packet
 }
@@ -204,7 +207,7 @@ fn split(times: usize) {
             buffer[..read.len()].copy_from_slice(&read);
             Ok::<_, std::io::Error>(read.len())
         });
-        filled.unwrap();
+        filled.expect("made for this");
         let mut packets = 0;
         while let Some(packet) = frame.next() {
             packets += black_box(packet).len().min(1);
@@ -249,7 +252,7 @@ fn frames(times: usize) {
     for _ in 0..times {
         out.clear();
         for _ in 0..SEGMENTS {
-            derp::write_send_packet(&mut out, &key, black_box(&packet)).unwrap();
+            derp::write_send_packet(&mut out, &key, black_box(&packet)).expect("made for this");
         }
         black_box(&out);
     }

@@ -11,6 +11,28 @@ use sim::{AGENT, DESKTOP, Party, TestRng, World, ms, region, secs};
 use uuid::Uuid;
 
 #[test]
+fn t02_an_initiation_from_a_stranger_of_the_relay_costs_one_look_up() {
+    let mut world = World::pair();
+    world.introduce();
+    // The agent's own words, as good as any: only the relay's word for the sender differs.
+    let (_, initiation) = world.client().out.sent.pop_front().expect("the first handshake");
+    let now = world.now;
+    let before = *world.agent().engine.counters();
+    for stranger in 0..200 {
+        let agent = world.agent();
+        let key = NodePublic::from_wire([stranger; 32]);
+        agent.engine.handle_relay(region(1), key, &initiation, now, &mut agent.out);
+    }
+    let after = *world.agent().engine.counters();
+    assert_eq!(after.relay_stranger - before.relay_stranger, 200);
+    assert!(world.agent().out.sent.is_empty(), "no answer, so no cryptography");
+    let from = world.client().key();
+    let agent = world.agent();
+    agent.engine.handle_relay(region(1), from, &initiation, now, &mut agent.out);
+    assert!(!agent.out.sent.is_empty(), "from its sender it is answered");
+}
+
+#[test]
 fn t14_random_bytes_of_every_length_at_every_input() {
     let mut world = World::connected();
     let mut rng = TestRng(5);
