@@ -321,6 +321,9 @@ impl Deployment {
         tracing::info!(?direct, "direct connections");
         self.direct = direct;
         self.survey.set_direct(direct == engine::Direct::Allowed);
+        if direct != engine::Direct::Allowed {
+            self.mapper.set_target(None);
+        }
         let _ = self.tunnel.handle().apply(vec![engine::Command::Direct(direct)]).await;
         self.refresh_soon();
     }

@@ -29,6 +29,8 @@ pub(super) struct Outbox<D> {
     pub(super) udp: UdpSockets,
     pub(super) counters: Counters,
     datagrams: Datagrams,
+    /// Frames committed for relays so far.
+    relay_committed: u64,
     /// Regions whose queue asked us to pause reading from the device, and until when we do.
     congested: Vec<(RegionId, Instant)>,
     batches: Vec<(RegionId, SendBatch)>,
@@ -96,6 +98,7 @@ impl<D: PacketDevice> Outbox<D> {
                 committed: 0,
                 direct_until: None,
             },
+            relay_committed: 0,
             congested: Vec::with_capacity(OPEN_BATCHES),
             batches: Vec::with_capacity(OPEN_BATCHES),
             lost: None,
@@ -121,9 +124,10 @@ impl<D: PacketDevice> Outbox<D> {
 
     /// Notes whether what `work` does, with a packet of the device, sends datagrams directly.
     pub(super) fn while_from_device(&mut self, now: Instant, work: impl FnOnce(&mut Self)) {
-        let before = self.datagrams.committed;
+        let before = (self.datagrams.committed, self.relay_committed);
         work(self);
-        if self.datagrams.committed != before {
+        // What goes both ways is a path in doubt: then the relay counts.
+        if self.datagrams.committed != before.0 && self.relay_committed == before.1 {
             self.datagrams.direct_until = Some(now + DIRECT_IN_USE);
         }
     }
@@ -226,6 +230,7 @@ impl<D: PacketDevice> Sink for Outbox<D> {
         let batch = self.open_batch(region);
         let Some((_, open)) = self.batches.get_mut(batch) else { return };
         open.commit(len);
+        self.relay_committed += 1;
         if open.is_full() {
             let (region, batch) = self.batches.swap_remove(batch);
             self.hand_over(region, batch);

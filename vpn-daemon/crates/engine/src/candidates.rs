@@ -12,6 +12,8 @@ use codervpn_wire::node;
 
 /// Per peer (T-05; Go prunes above the same number).
 pub(crate) const MAX_CANDIDATES: usize = 100;
+/// Known only from pings: one captured ping, repeated from many sources, must not take the places of the peer's own words.
+const MAX_REFLEXIVE: usize = 32;
 /// Taken from one call-me-maybe (T-05).
 const MAX_CALLED: usize = 32;
 /// A candidate that is known only because it pinged us is forgotten this long after its last ping
@@ -125,6 +127,11 @@ impl Candidates {
         if !node::is_usable_endpoint(&from, allow_loopback) {
             return None;
         }
+        let is_known = self.list.iter().any(|candidate| candidate.address == from);
+        let reflexive = self.list.iter().filter(|c| c.pinged_us.is_some() && !c.from_node && !c.called).count();
+        if !is_known && reflexive >= MAX_REFLEXIVE {
+            return None;
+        }
         let candidate = self.add(from)?;
         candidate.pinged_us = Some(now);
         Some(candidate)
@@ -167,7 +174,12 @@ mod tests {
         for i in 0..50 {
             candidates.pinged_us(address(6000 + i), false, now);
         }
-        assert_eq!(candidates.len(), MAX_CANDIDATES);
+        assert_eq!(candidates.len(), MAX_CANDIDATES, "32 called, 64 of the node, and pings for the rest");
+        let mut pinged = Candidates::default();
+        for i in 0..50 {
+            pinged.pinged_us(address(6000 + i), false, now);
+        }
+        assert_eq!(pinged.len(), MAX_REFLEXIVE);
     }
 
     #[test]

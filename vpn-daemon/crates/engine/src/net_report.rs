@@ -395,6 +395,8 @@ impl Net {
         self.periodic = None;
         self.dormant = false;
         self.last_start = Some(now);
+        // A firewall may have come up since a peer last answered.
+        self.udp_from_peer = false;
         self.run = Some(Run {
             started: now,
             servers_known: !self.servers.is_empty(),

@@ -456,6 +456,10 @@ impl Peer {
     /// The sockets or the networks under them are others: nothing is proven any more, everything is tried again.
     pub(crate) fn network_changed(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
         self.distrust_paths();
+        if cx.may_go_direct() {
+            // Those of a node that came while there was no network.
+            self.candidates.set_node(&self.endpoints, cx.allow_loopback);
+        }
         self.call_off(cx, sink);
         if self.session.is_some() {
             self.begin_discovery(true, cx, sink, now);

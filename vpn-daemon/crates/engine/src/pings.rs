@@ -231,6 +231,13 @@ impl Peer {
                 if matches!(via, Via::Udp(source) if shunned(source)) {
                     return;
                 }
+                // Nor an address whose packets we would not let in.
+                if let Via::Udp(source) = via
+                    && self.candidates.pinged_us(source, cx.allow_loopback, now).is_none()
+                {
+                    cx.counters.disco_pings_limited += 1;
+                    return;
+                }
                 let padding = if ping.padded { Padding::Full } else { Padding::None };
                 self.send_disco(&Outgoing::Pong { tx: ping.tx, source, padding }, route, cx, sink);
                 if let Via::Udp(source) = via {
@@ -415,6 +422,7 @@ impl Peer {
             let sent = self.send_ping(Via::Udp(address), question, cx, sink, now);
             return if sent { Ok(()) } else { Err(PingError::NoPath) };
         }
+        self.pings.looking_since.get_or_insert(now);
         let mut sent = false;
         if let Some(Route::Relay { region, .. }) = self.relay_or_ask(cx, now) {
             sent = self.send_ping(Via::Relay(region), question, cx, sink, now);
@@ -537,8 +545,12 @@ impl Peer {
             return;
         }
         self.pings.heartbeat_at = Some(now + HEARTBEAT);
+        // Not of the discovery's budget: what is in use must not starve because much is looked for.
         if let Some(best) = self.paths.best() {
-            self.discovery_ping(best.address, cx, sink, now);
+            if let Some(candidate) = self.candidates.find(best.address) {
+                candidate.last_ping = Some(now);
+            }
+            self.send_ping(Via::Udp(best.address), 0, cx, sink, now);
         }
         if self.paths.wants_discovery(self.pings.last_discovery, now) {
             self.discover(DISCOVERY_INTERVAL, true, cx, sink, now);

@@ -15,6 +15,7 @@ use codervpn_wire::tsmp;
 use crate::common::{Common, PLAIN_ROOM};
 use crate::event::Event;
 use crate::filter::Filter;
+use crate::paths::Best;
 use crate::peer::Peer;
 use crate::pings::Via;
 use crate::session::{CONTROL_ROOM, DATA_OVERHEAD, Opened, Refused, Session};
@@ -24,6 +25,8 @@ use crate::stats::Counters;
 /// Every deadline that one packet can bring nearer lies at least this far ahead (passive keepalive).
 const NEAREST_NEW_DEADLINE: Duration = Duration::from_secs(10);
 const PADDING: usize = 16;
+/// An address that was proven last is tried beside the relay for so long; afterwards only pings go there.
+const TRIED_BESIDE: Duration = Duration::from_secs(30);
 /// A repeated handshake looks for a direct path again at most this often.
 const DISCOVER_AGAIN: Duration = Duration::from_secs(5);
 /// A handshake that waits for a relay connection asks for it again after this long.
@@ -64,7 +67,8 @@ impl Peer {
             if let Some(address) = self.paths.trusted(now) {
                 return Some(Ways { first: Route::Udp(address), second: None });
             }
-            if let Some(best) = self.paths.best().filter(|best| cx.has_socket(best.address)) {
+            let fresh = |best: &Best| now.saturating_duration_since(best.at) < TRIED_BESIDE;
+            if let Some(best) = self.paths.best().filter(|best| cx.has_socket(best.address) && fresh(best)) {
                 let direct = Route::Udp(best.address);
                 return Some(match self.relay_or_ask(cx, now) {
                     Some(relay) => Ways { first: relay, second: Some(direct) },

@@ -47,13 +47,17 @@ struct Networks {
 }
 
 impl Networks {
-    async fn now() -> Networks {
-        let listed = addresses::of_this_machine().await.unwrap_or_default();
+    /// Addresses that cannot be listed at the moment are those that were `known`.
+    async fn now(known: &BTreeSet<IpAddr>) -> Networks {
+        let listed = match addresses::of_this_machine().await {
+            Ok(listed) => listed.into_iter().filter(|address| is_of_a_network(*address)).collect(),
+            Err(_) => known.clone(),
+        };
         Networks {
             v4: source(SocketAddr::from((Ipv4Addr::new(192, 0, 2, 1), 9))),
             v6: source(SocketAddr::from((Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1), 9))),
             defaults: default_routes(),
-            addresses: listed.into_iter().filter(|address| is_of_a_network(*address)).collect(),
+            addresses: listed,
         }
     }
 
@@ -178,7 +182,7 @@ impl Monitor {
     /// Must be called within a runtime.
     pub async fn new() -> Result<Monitor, Error> {
         let watch = Watch::networks()?;
-        let networks = Networks::now().await;
+        let networks = Networks::now(&BTreeSet::new()).await;
         Ok(Monitor {
             watch,
             networks,
@@ -211,7 +215,7 @@ impl Monitor {
             let clocks = Clocks::now();
             self.slept |= std::mem::replace(&mut self.clocks, clocks).slept_until(clocks);
             // Looked at with every tick, too: a change whose message was lost must not stay unseen.
-            let networks = Networks::now().await;
+            let networks = Networks::now(&self.networks.addresses).await;
             // From here to the return nothing waits, so that what is taken is told.
             self.burst = None;
             self.tick = Instant::now() + CLOCK_TICK;

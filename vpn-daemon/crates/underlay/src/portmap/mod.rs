@@ -216,7 +216,11 @@ impl Mapper {
         let never =
             external.is_unspecified() || external.is_loopback() || external.is_multicast() || external.is_broadcast();
         let [a, b, ..] = external.octets();
-        let shared = a == 100 && (64..128).contains(&b);
+        // Shared address space (RFC 6598), benchmarking, IETF protocols with DS-Lite, 6to4 relays.
+        let shared = a == 100 && (64..128).contains(&b)
+            || a == 198 && (18..20).contains(&b)
+            || a == 192 && b == 0 && matches!(external.octets()[2], 0)
+            || external.octets()[..3] == [192, 88, 99];
         let private = external.is_private() || external.is_link_local() || external.is_documentation() || shared;
         // 0.0.0.0/8 and what is reserved beyond multicast.
         !never && a != 0 && a < 240 && (self.options.allow_private || !private)
