@@ -1,10 +1,12 @@
 //! No heap allocation per packet in steady state, in either direction. A program of its own, because it counts with the
 //! allocator of the whole process; one test only, so that no other thread allocates meanwhile.
+#![allow(clippy::unwrap_used, reason = "helpers of tests count as tests")]
 
 mod sim;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::net::SocketAddr;
 use std::time::Instant;
 
 use codervpn_engine::{Command, Route, Sink};
@@ -45,6 +47,9 @@ static ALLOCATOR: Counting = Counting;
 struct Fixed {
     outgoing: Vec<u8>,
     sent: usize,
+    /// The way of the last datagram, and how many there were.
+    route: Option<Route>,
+    datagrams: usize,
     incoming: Vec<u8>,
     delivered: usize,
 }
@@ -53,8 +58,10 @@ impl Sink for Fixed {
     fn outgoing(&mut self, _: Route, room: usize) -> Option<&mut [u8]> {
         self.outgoing.get_mut(..room)
     }
-    fn send(&mut self, _: Route, len: usize) {
+    fn send(&mut self, route: Route, len: usize) {
         self.sent = len;
+        self.route = Some(route);
+        self.datagrams += 1;
     }
     fn incoming(&mut self, room: usize) -> Option<&mut [u8]> {
         self.incoming.get_mut(..room)
@@ -64,20 +71,32 @@ impl Sink for Fixed {
     }
 }
 
-/// Sends `packets` round and round, the far side answers each; returns the allocations meanwhile.
+fn fixed() -> Fixed {
+    Fixed { outgoing: vec![0; 2048], sent: 0, route: None, datagrams: 0, incoming: vec![0; 2048], delivered: 0 }
+}
+
+/// Sends `packets` round and round, the far side answers each; returns the allocations meanwhile. Every packet has to
+/// leave as exactly one datagram, by relay or, where both have a socket, directly.
 fn exchange(world: &mut World, there: &[Vec<u8>], back: &[Vec<u8>], rounds: u32, now: Instant) -> u64 {
     let keys = [world.parties[CLIENT_SIDE].key(), world.parties[AGENT_SIDE].key()];
-    let fixed = || Fixed { outgoing: vec![0; 2048], sent: 0, incoming: vec![0; 2048], delivered: 0 };
+    let sockets: [Option<SocketAddr>; 2] = [0, 1].map(|side: usize| world.parties[side].sockets.first().copied());
     let mut sinks = [fixed(), fixed()];
     let mut pass = |world: &mut World, from: usize, packet: &[u8], now: Instant| {
         let [a, b] = &mut sinks;
         let (sender, receiver) = if from == CLIENT_SIDE { (a, b) } else { (b, a) };
-        sender.sent = 0;
+        (sender.sent, sender.datagrams) = (0, 0);
         receiver.delivered = 0;
         world.parties[from].engine.handle_tun(packet, now, sender);
         let frame = &sender.outgoing[..sender.sent];
-        world.parties[1 - from].engine.handle_relay(region(1), keys[from], frame, now, receiver);
-        assert_eq!(receiver.delivered, packet.len());
+        let other = &mut world.parties[1 - from].engine;
+        match (sender.route, sockets[from], sockets[1 - from]) {
+            (Some(Route::Udp(to)), Some(source), there) if there == Some(to) => {
+                other.handle_udp(source, frame, now, receiver);
+            }
+            (Some(Route::Relay { .. }), None, _) => other.handle_relay(region(1), keys[from], frame, now, receiver),
+            (route, ..) => panic!("an unexpected way: {route:?}"),
+        }
+        assert_eq!((sender.datagrams, receiver.delivered), (1, packet.len()));
         assert_eq!(&receiver.incoming[..packet.len()], packet);
     };
     let before = ALLOCATIONS.get();
@@ -93,7 +112,12 @@ fn exchange(world: &mut World, there: &[Vec<u8>], back: &[Vec<u8>], rounds: u32,
 
 #[test]
 fn no_packet_allocates_in_steady_state() {
-    let mut world = World::connected();
+    by(World::direct(), "directly");
+    let mut world = by(World::connected(), "by relay");
+    nor_does_what_is_dropped(&mut world);
+}
+
+fn by(mut world: World, way: &str) -> World {
     world.run(secs(2));
     let (desktop, agent) = (world.client().address, coder_address(AGENT));
     let mut there = Vec::new();
@@ -109,14 +133,18 @@ fn no_packet_allocates_in_steady_state() {
     let now = world.now;
     exchange(&mut world, &there, &back, 10, now);
     let allocations = exchange(&mut world, &there, &back, 2000, now);
-    assert_eq!(allocations, 0, "in 48,000 packets");
+    assert_eq!(allocations, 0, "in 48,000 packets {way}");
     world.now += secs(1);
+    world
+}
 
-    // What is dropped and answered does not allocate either.
+/// What is dropped and answered does not allocate either.
+fn nor_does_what_is_dropped(world: &mut World) {
     let now = world.now;
+    let (desktop, agent) = (world.client().address, coder_address(AGENT));
     let unknown = udp(desktop, "fd60:627a:a42b::99".parse().unwrap(), 1, 2, b"nobody");
     let stray = udp(agent, desktop, 9999, 22, b"unasked");
-    let mut sink = Fixed { outgoing: vec![0; 2048], sent: 0, incoming: vec![0; 2048], delivered: 0 };
+    let mut sink = fixed();
     let keys = [world.parties[CLIENT_SIDE].key(), world.parties[AGENT_SIDE].key()];
     let before = ALLOCATIONS.get();
     for _ in 0..1000 {
