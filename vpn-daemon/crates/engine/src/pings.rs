@@ -7,6 +7,7 @@
 //! address in use proven while packets flow (`data-plane.md` 5.5). A status ping every 5 s keeps the latency of a peer in
 //! use fresh, every 30 s that of an idle one; it does not count as use (5.11).
 
+use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
@@ -49,8 +50,8 @@ const DISCOVERY_PER_SECOND: u32 = 64;
 /// Call-me-maybes taken: this many at once, one a second (T-05).
 const CALLS_BURST: u32 = 3;
 const REPEATED_WITHIN: Duration = Duration::from_secs(10);
-/// Pings remembered: those of two discovery rounds of a peer with a usual number of addresses.
-const REMEMBERED: usize = 32;
+/// Pings remembered: all that can have been answered within that time, and what was saved up.
+const MAX_REMEMBERED: usize = (PONGS_PER_SECOND as usize) * (REPEATED_WITHIN.as_secs() as usize + 1);
 
 /// By which way a message came or went.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -83,8 +84,8 @@ pub(crate) struct Pings {
     outstanding: Vec<Outstanding>,
     last_question: u32,
     next_status: Option<Instant>,
-    answered: [Option<(TxId, Via, Instant)>; REMEMBERED],
-    next_answered: usize,
+    /// Oldest first; `MAX_REMEMBERED` at most, a few for peers that behave.
+    answered: VecDeque<(TxId, Via, Instant)>,
     pongs: Bucket,
     discovery: Bucket,
     calls: Bucket,
@@ -110,8 +111,7 @@ impl Pings {
             outstanding: Vec::new(),
             last_question: 0,
             next_status: None,
-            answered: [None; REMEMBERED],
-            next_answered: 0,
+            answered: VecDeque::new(),
             pongs: Bucket::per_second(PONGS_PER_SECOND, now),
             discovery: Bucket::per_second(DISCOVERY_PER_SECOND, now),
             calls: Bucket::new(CALLS_BURST, 1, now),
@@ -132,17 +132,20 @@ impl Pings {
         [timeout, status, self.round.map(|round| round.at), self.heartbeat_at].into_iter().flatten().min()
     }
 
-    /// False if this ping was answered a moment ago.
-    fn is_new(&mut self, tx: TxId, via: Via, now: Instant) -> bool {
-        let is_it = |(known, by, at): &(TxId, Via, Instant)| {
-            *known == tx && *by == via && now.saturating_duration_since(*at) < REPEATED_WITHIN
-        };
-        let seen = self.answered.iter().flatten().any(is_it);
-        if !seen && let Some(entry) = self.answered.get_mut(self.next_answered) {
-            *entry = Some((tx, via, now));
-            self.next_answered = (self.next_answered + 1) % REMEMBERED;
+    /// Whether this ping was answered a moment ago.
+    fn was_answered(&mut self, tx: TxId, via: Via, now: Instant) -> bool {
+        let old = |(_, _, at): &(TxId, Via, Instant)| now.saturating_duration_since(*at) >= REPEATED_WITHIN;
+        while self.answered.front().is_some_and(old) {
+            self.answered.pop_front();
         }
-        !seen
+        self.answered.iter().any(|(known, by, _)| *known == tx && *by == via)
+    }
+
+    fn note_answered(&mut self, tx: TxId, via: Via, now: Instant) {
+        if self.answered.len() >= MAX_REMEMBERED {
+            self.answered.pop_front();
+        }
+        self.answered.push_back((tx, via, now));
     }
 
     fn is_open(&self, question: u32) -> bool {
@@ -215,10 +218,11 @@ impl Peer {
         match envelope.open(shared, &mut cx.scratch[..]) {
             Ok(Message::Ping(ping)) => {
                 cx.counters.disco_pings += 1;
-                if !self.pings.is_new(ping.tx, via, now) || !self.pings.pongs.take(now) || !cx.pongs.take(now) {
+                if self.pings.was_answered(ping.tx, via, now) || !self.pings.pongs.take(now) || !cx.pongs.take(now) {
                     cx.counters.disco_pings_limited += 1;
                     return;
                 }
+                self.pings.note_answered(ping.tx, via, now);
                 let (source, route) = match via {
                     Via::Relay(region) => (
                         SocketAddr::new(IpAddr::V4(RELAY_ADDRESS), region.get()),

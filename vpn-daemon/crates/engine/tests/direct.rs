@@ -441,6 +441,45 @@ fn t05_a_call_with_thousands_of_addresses_gets_few_pings() {
 }
 
 #[test]
+fn t08_however_many_pings_are_replayed_none_is_answered_twice() {
+    let mut world = World::direct();
+    let captured = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
+    let copy = std::rc::Rc::clone(&captured);
+    // None of the agent's path messages arrives, so it goes on pinging.
+    world.lose_udp = Box::new(move |from, _, bytes| {
+        let take = from == at(AGENT_AT) && is_disco(bytes);
+        if take {
+            copy.borrow_mut().push(bytes.to_vec());
+        }
+        take
+    });
+    while captured.borrow().len() < 80 {
+        world.probe(secs(1), ms(50));
+    }
+    world.lose_udp = Box::new(|_, _, _| false);
+    world.run(secs(60));
+    let elsewhere = at("198.51.100.9:9");
+    let mut opened = Vec::new();
+    for _ in 0..2 {
+        let before = *world.client().engine.counters();
+        for messages in captured.borrow().chunks(8) {
+            let now = world.now;
+            for message in messages {
+                world.client().udp("198.51.100.9:9", message, now);
+            }
+            world.run(ms(500));
+        }
+        let after = *world.client().engine.counters();
+        opened.push((after.disco_pings - before.disco_pings, after.disco_pings_limited - before.disco_pings_limited));
+    }
+    let [(pings, 0), (again, limited)] = opened[..] else { panic!("{opened:?}") };
+    assert!(pings > 40, "more than fit into a short memory: {pings}");
+    // The pings of ours to that address answer none of these.
+    assert_eq!((again, limited), (pings, pings), "{opened:?}");
+    assert!(world.udp_log.iter().any(|sent| sent.2 == elsewhere));
+}
+
+#[test]
 fn t09_only_the_pong_of_an_open_ping_counts() {
     let mut world = World::direct();
     let captured = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
