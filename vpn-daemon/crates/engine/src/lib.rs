@@ -21,8 +21,9 @@
 //! *Out*: `handle_tun` checks source and size, finds the peer by destination, notes the conversation for the filter and
 //! seals the packet into the sink's buffer, or holds it until the peer's session is up. Unknown and unreachable
 //! destinations are answered with ICMPv6, so that `connect()` fails at once.
-//! *In*: `handle_relay` wants the sender to be a peer before any cryptography, sorts WireGuard from path messages, opens
-//! into the sink's buffer, and delivers what the peer may send.
+//! *In*: `handle_udp` knows the sender by its address, `handle_relay` by the relay's word; either wants it to be a peer
+//! before any cryptography, sorts WireGuard from path messages, opens into the sink's buffer, and delivers what the peer
+//! may send.
 #![forbid(unsafe_code)]
 
 // The simulation of `tests/` serves unit tests too.

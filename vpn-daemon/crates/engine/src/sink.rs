@@ -11,7 +11,7 @@ use codervpn_wire::keys::NodePublic;
 pub enum Route {
     /// As the payload of a SendPacket frame on the connection to `region`, addressed to `peer`.
     Relay { region: RegionId, peer: NodePublic },
-    /// As one UDP datagram. Not emitted before direct paths exist; callers already have to name a case for it.
+    /// As one UDP datagram.
     Udp(SocketAddr),
 }
 

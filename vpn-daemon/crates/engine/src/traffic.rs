@@ -68,10 +68,10 @@ impl Peer {
                 return Some(Ways { first: Route::Udp(address), second: None });
             }
             let fresh = |best: &Best| now.saturating_duration_since(best.at) < TRIED_BESIDE;
-            if let Some(best) = self.paths.best().filter(|best| cx.has_socket(best.address) && fresh(best)) {
+            if let Some(best) = self.paths.best().filter(|best| cx.has_socket(best.address)) {
                 let direct = Route::Udp(best.address);
                 return Some(match self.relay_or_ask(cx, now) {
-                    Some(relay) => Ways { first: relay, second: Some(direct) },
+                    Some(relay) => Ways { first: relay, second: fresh(&best).then_some(direct) },
                     None => Ways { first: direct, second: None },
                 });
             }
