@@ -66,9 +66,11 @@ enum Which {
     #[command(hide = true)]
     Server {
         listen: SocketAddr,
-        #[arg(long, default_value_t = 0)]
-        idle: usize,
+        #[arg(long, default_value_t = 10)]
+        agents: usize,
     },
+    #[command(hide = true)]
+    Agents { url: Url },
 }
 
 /// Runs the benchmark that was asked for in namespaces of its own, or a part of one where that has placed it.
@@ -93,7 +95,8 @@ pub fn run(options: &Options) -> anyhow::Result<ExitCode> {
         Which::Generate(load) => generator::run(load).map(|()| ExitCode::SUCCESS),
         Which::Respond => responder::run().map(|()| ExitCode::SUCCESS),
         Which::Agent { url, id, tun, relay_only } => in_runtime(1, roles::agent(url, *id, tun.clone(), *relay_only)),
-        Which::Server { listen, idle } => in_runtime(2, roles::server(*listen, *idle)),
+        Which::Server { listen, agents } => in_runtime(2, roles::server(*listen, *agents)),
+        Which::Agents { url } => in_runtime(1, roles::agents(url)),
     }
 }
 

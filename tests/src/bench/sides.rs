@@ -428,9 +428,19 @@ impl Helper {
         serde_json::from_str(&line).with_context(|| line)
     }
 
-    pub(super) async fn ask<T: DeserializeOwned>(&mut self, what: &str) -> anyhow::Result<T> {
+    /// As `told`, for what may take long; the caller bounds it.
+    pub(super) async fn told_at_last<T: DeserializeOwned>(&mut self) -> anyhow::Result<T> {
+        let line = self.lines.next_line().await?.context("a helper failed, see above")?;
+        serde_json::from_str(&line).with_context(|| line)
+    }
+
+    pub(super) async fn tell(&mut self, what: &str) -> anyhow::Result<()> {
         let stdin = self.stdin.as_mut().context("stdin is open")?;
-        stdin.write_all(format!("{what}\n").as_bytes()).await?;
+        Ok(stdin.write_all(format!("{what}\n").as_bytes()).await?)
+    }
+
+    pub(super) async fn ask<T: DeserializeOwned>(&mut self, what: &str) -> anyhow::Result<T> {
+        self.tell(what).await?;
         self.told().await
     }
 
