@@ -46,6 +46,7 @@ mod flows;
 mod held;
 mod home_relay;
 mod limits;
+mod lookup;
 mod net_report;
 mod paths;
 mod peer;
@@ -63,7 +64,7 @@ use std::collections::VecDeque;
 use std::net::{Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant, SystemTime};
 
-use codervpn_wire::classify::{self, Datagram};
+use codervpn_wire::classify::{self, Datagram, WireGuard};
 use codervpn_wire::derp_map::RegionId;
 use codervpn_wire::ip::{self, Ipv6Packet, Unreachable};
 use codervpn_wire::keys::{NodePrivate, NodePublic};
@@ -116,7 +117,6 @@ impl Engine {
         let Config {
             role, node_key, disco_key, node_id, addresses, inbound, answer_echo, status_pings, mut rng, ..
         } = config;
-        let config_allows_loopback = config.allow_loopback;
         let net = Net::new(config.direct, config.allow_loopback);
         let own = Own {
             node_key: node_key.public(),
@@ -144,7 +144,7 @@ impl Engine {
                 link_up: true,
                 has_v4: false,
                 has_v6: false,
-                allow_loopback: config_allows_loopback,
+                allow_loopback: config.allow_loopback,
                 discovery: Bucket::per_second(DISCOVERY_PER_SECOND, now),
                 sealed: Box::new([0; PLAIN_ROOM]),
                 echoes: echo::Echoes::default(),
@@ -226,17 +226,7 @@ impl Engine {
             self.cx.counters.relay_garbage += 1;
             return;
         };
-        // The index is authoritative; only an initiation has none.
-        let slot = match message.receiver() {
-            Some(index) => self.cx.sessions.slot_of(index),
-            None => Some(sender),
-        };
-        match slot.and_then(|slot| self.peers.get_mut(slot)) {
-            Some(peer) => {
-                peer.receive((message, payload), Via::Relay(region), &mut self.filter, &mut self.cx, sink, now);
-            }
-            None => self.cx.counters.wg_no_session += 1,
-        }
+        self.receive_wireguard((message, payload), sender, Via::Relay(region), now, sink);
     }
 
     /// A UDP datagram. Without cryptography a stranger costs one look-up (T-01); a path message is opened only if it names
@@ -261,19 +251,29 @@ impl Engine {
                     self.cx.counters.udp_stranger += 1;
                     return;
                 };
-                // The index is authoritative; only an initiation has none.
-                let slot = match message.receiver() {
-                    Some(index) => self.cx.sessions.slot_of(index),
-                    None => Some(sender),
-                };
-                match slot.and_then(|slot| self.peers.get_mut(slot)) {
-                    Some(peer) => {
-                        peer.receive((message, payload), Via::Udp(source), &mut self.filter, &mut self.cx, sink, now);
-                    }
-                    None => self.cx.counters.wg_no_session += 1,
-                }
+                self.receive_wireguard((message, payload), sender, Via::Udp(source), now, sink);
             }
             Datagram::Other => self.cx.counters.udp_stranger += 1,
+        }
+    }
+
+    /// A WireGuard message and its datagram, from the peer in slot `sender` as far as the way it came by tells.
+    fn receive_wireguard(
+        &mut self,
+        message: (WireGuard, &[u8]),
+        sender: u32,
+        via: Via,
+        now: Instant,
+        sink: &mut impl Sink,
+    ) {
+        // The index is authoritative; only an initiation has none.
+        let slot = match message.0.receiver() {
+            Some(index) => self.cx.sessions.slot_of(index),
+            None => Some(sender),
+        };
+        match slot.and_then(|slot| self.peers.get_mut(slot)) {
+            Some(peer) => peer.receive(message, via, &mut self.filter, &mut self.cx, sink, now),
+            None => self.cx.counters.wg_no_session += 1,
         }
     }
 

@@ -1,5 +1,5 @@
 //! The table of all peers: found by id, by address, by key. Decides who owns an address or a key: the first who has it
-//! keeps it (T-28). A lookup on the data path remembers its last hit, since packets come in runs.
+//! keeps it (T-28).
 
 use std::collections::HashMap;
 use std::net::Ipv6Addr;
@@ -9,6 +9,7 @@ use codervpn_wire::keys::{DiscoPublic, NodePublic};
 use slab::Slab;
 
 use crate::command::PeerId;
+use crate::lookup::Lookup;
 use crate::peer::Peer;
 
 /// Parties we know at once. A deployment's largest users have some hundred agents; beyond this a server is broken.
@@ -18,11 +19,9 @@ pub(crate) const MAX_PEERS: usize = 16 * 1024;
 pub(crate) struct Peers {
     peers: Slab<Box<Peer>>,
     by_id: HashMap<PeerId, u32>,
-    by_address: HashMap<Ipv6Addr, u32>,
-    by_key: HashMap<NodePublic, u32>,
-    by_disco: HashMap<DiscoPublic, u32>,
-    last_address: Option<(Ipv6Addr, u32)>,
-    last_key: Option<(NodePublic, u32)>,
+    by_address: Lookup<Ipv6Addr>,
+    by_key: Lookup<NodePublic>,
+    by_disco: Lookup<DiscoPublic>,
 }
 
 impl Peers {
@@ -34,7 +33,7 @@ impl Peers {
         addresses: &[Ipv6Addr],
         now: Instant,
     ) -> Option<u32> {
-        let free: Vec<Ipv6Addr> = addresses.iter().copied().filter(|a| !self.by_address.contains_key(a)).collect();
+        let free: Vec<Ipv6Addr> = addresses.iter().copied().filter(|a| self.by_address.get(a).is_none()).collect();
         if free.is_empty() || self.peers.len() >= MAX_PEERS || self.by_id.contains_key(&id) {
             return None;
         }
@@ -45,7 +44,6 @@ impl Peers {
         }
         entry.insert(Box::new(Peer::new(id, slot, destination, free, now)));
         self.by_id.insert(id, slot);
-        self.last_address = None;
         Some(slot)
     }
 
@@ -61,25 +59,21 @@ impl Peers {
         if let Some(remote) = peer.remote {
             self.set_disco(slot, Some(remote.disco), None);
         }
-        self.last_address = None;
-        self.last_key = None;
         Some(peer)
     }
 
     /// Moves a peer from one disco key to another. A key that another peer has stays that peer's.
     pub(crate) fn set_disco(&mut self, slot: u32, old: Option<DiscoPublic>, new: Option<DiscoPublic>) {
-        if let Some(old) = old
-            && self.by_disco.get(&old) == Some(&slot)
-        {
-            self.by_disco.remove(&old);
+        if let Some(old) = old {
+            self.by_disco.remove_of(&old, slot);
         }
         if let Some(new) = new {
-            self.by_disco.entry(new).or_insert(slot);
+            self.by_disco.insert_if_free(new, slot);
         }
     }
 
     pub(crate) fn slot_of_disco(&self, key: &DiscoPublic) -> Option<u32> {
-        self.by_disco.get(key).copied()
+        self.by_disco.get(key)
     }
 
     /// Moves a peer from one key to another.
@@ -90,7 +84,6 @@ impl Peers {
         if let Some(new) = new {
             self.by_key.insert(new, slot);
         }
-        self.last_key = None;
     }
 
     /// Gives a peer that is no destination the addresses of its newest node, except those of others.
@@ -100,12 +93,10 @@ impl Peers {
             self.by_address.remove(&address);
         }
         for address in addresses {
-            if let std::collections::hash_map::Entry::Vacant(entry) = self.by_address.entry(*address) {
-                entry.insert(slot);
+            if self.by_address.insert_if_free(*address, slot) {
                 peer.addresses.push(*address);
             }
         }
-        self.last_address = None;
     }
 
     pub(crate) fn get(&self, slot: u32) -> Option<&Peer> {
@@ -121,29 +112,15 @@ impl Peers {
     }
 
     pub(crate) fn slot_of_address(&mut self, address: Ipv6Addr) -> Option<u32> {
-        if let Some((known, slot)) = self.last_address
-            && known == address
-        {
-            return Some(slot);
-        }
-        let slot = *self.by_address.get(&address)?;
-        self.last_address = Some((address, slot));
-        Some(slot)
+        self.by_address.find(address)
     }
 
     pub(crate) fn slot_of_key(&mut self, key: NodePublic) -> Option<u32> {
-        if let Some((known, slot)) = self.last_key
-            && known == key
-        {
-            return Some(slot);
-        }
-        let slot = *self.by_key.get(&key)?;
-        self.last_key = Some((key, slot));
-        Some(slot)
+        self.by_key.find(key)
     }
 
     pub(crate) fn owner_of_address(&self, address: &Ipv6Addr) -> Option<u32> {
-        self.by_address.get(address).copied()
+        self.by_address.get(address)
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Peer> {

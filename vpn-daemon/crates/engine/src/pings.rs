@@ -21,7 +21,7 @@ use crate::common::Common;
 use crate::event::{Event, Path, Ping, PingError};
 use crate::limits::Bucket;
 use crate::paths::{Check, HEARTBEAT, SHUN};
-use crate::peer::Peer;
+use crate::peer::{Peer, Remote};
 use crate::sink::{Route, Sink};
 
 /// Go: `pingTimeoutDuration`.
@@ -132,6 +132,13 @@ impl Pings {
         [timeout, status, self.round.map(|round| round.at), self.heartbeat_at].into_iter().flatten().min()
     }
 
+    fn shared_with(&mut self, remote: &Remote, cx: &Common) -> Option<&SharedKey> {
+        if self.shared.is_none() {
+            self.shared = cx.own.disco_private.shared_key(&remote.disco).ok();
+        }
+        self.shared.as_ref()
+    }
+
     /// Whether this ping was answered a moment ago.
     fn was_answered(&mut self, tx: TxId, via: Via, now: Instant) -> bool {
         let old = |(_, _, at): &(TxId, Via, Instant)| now.saturating_duration_since(*at) >= REPEATED_WITHIN;
@@ -208,10 +215,7 @@ impl Peer {
             cx.counters.disco_refused += 1;
             return;
         };
-        if self.pings.shared.is_none() {
-            self.pings.shared = cx.own.disco_private.shared_key(&remote.disco).ok();
-        }
-        let Some(shared) = &self.pings.shared else {
+        let Some(shared) = self.pings.shared_with(&remote, cx) else {
             cx.counters.disco_refused += 1;
             return;
         };
@@ -269,12 +273,10 @@ impl Peer {
 
     /// The peer pinged us from here: its datagrams are let in, and it may be a way to it.
     fn pinged_from(&mut self, source: SocketAddr, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
-        let looking =
-            self.pings.last_discovery.is_some_and(|at| now.saturating_duration_since(at) < DISCOVERY_INTERVAL);
-        let hurried = self.paths.trusted(now).is_none() && (looking || self.is_in_use(now));
+        let hurried = self.paths.trusted(now).is_none() && (self.began_discovery(now) || self.is_in_use(now));
         // Two NATs with a port for every destination would answer each other from ever new ports otherwise.
         let needless = self.direct(cx, now).is_some_and(|shown| shown != source);
-        let Some(candidate) = self.candidates.pinged_us(source, cx.allow_loopback, now) else { return };
+        let Some(candidate) = self.candidates.find(source) else { return };
         cx.addresses.admit(source, self.slot);
         // Its ping has opened both firewalls: ours goes through now if ever. One that was sent before may be lost.
         let (last, pause) = match hurried {
@@ -284,7 +286,7 @@ impl Peer {
         let due = last.is_none_or(|at| now.saturating_duration_since(at) >= pause);
         if due && !needless && self.session.is_some() {
             candidate.pinged_back = Some(now);
-            self.discovery_ping(source, cx, sink, now);
+            self.discovery_ping(source, 0, cx, sink, now);
         }
         self.settle(cx, now);
     }
@@ -327,12 +329,11 @@ impl Peer {
         cx.counters.disco_pongs += 1;
         let ping = self.pings.outstanding.remove(found);
         let latency = now.saturating_duration_since(ping.sent);
-        let mut path = match ping.to {
+        let path = match ping.to {
             Via::Relay(region) => Path::Relay(region),
             Via::Udp(address) => Path::Direct(address),
         };
         if let (Via::Udp(address), Via::Udp(source)) = (ping.to, via) {
-            path = Path::Direct(address);
             cx.net.note_udp_works();
             let trusted = self.paths.trusted(now);
             self.proven(address, source, latency, pong.source, cx, now);
@@ -433,7 +434,7 @@ impl Peer {
         }
         if self.session.is_some() && cx.may_go_direct() {
             for address in self.due_candidates(ROUND_INTERVAL, cx, now) {
-                sent |= self.discovery_ping_for(address, question, cx, sink, now);
+                sent |= self.discovery_ping(address, question, cx, sink, now);
             }
         }
         if sent { Ok(()) } else { Err(PingError::NoPath) }
@@ -517,9 +518,7 @@ impl Peer {
     /// relay connection that comes up before a path is proven: the one it went over may be as dead as the path.
     pub(crate) fn call_off(&mut self, cx: &mut Common, sink: &mut impl Sink) {
         let Some(seen_as) = self.pings.seen_as.filter(|_| cx.net.is_direct_allowed()) else { return };
-        let Some(remote) = self.remote else { return };
-        let Some(region) = self.region(cx) else { return };
-        let route = Route::Relay { region, peer: remote.key };
+        let Some(route) = self.relay(cx) else { return };
         self.pings.called_off = true;
         self.send_disco(&Outgoing::CallMeMaybe(&[seen_as]), route, cx, sink);
         self.send_disco(&Outgoing::CallMeMaybe(&[]), route, cx, sink);
@@ -535,12 +534,20 @@ impl Peer {
             self.pings.heartbeat_at = Some(at);
             cx.timers.schedule(self.slot, &mut self.scheduled, at);
         }
-        if self.paths.trusted(now).is_none()
-            && self.pings.last_discovery.is_none_or(|at| now.saturating_duration_since(at) >= DISCOVERY_INTERVAL)
-            && self.session.is_some()
-        {
+        if self.paths.trusted(now).is_none() && self.session.is_some() {
+            self.begin_discovery_if_due(cx, sink, now);
+        }
+    }
+
+    /// Unless one began a moment ago.
+    pub(crate) fn begin_discovery_if_due(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+        if !self.began_discovery(now) {
             self.begin_discovery(true, cx, sink, now);
         }
+    }
+
+    fn began_discovery(&self, now: Instant) -> bool {
+        self.pings.last_discovery.is_some_and(|at| now.saturating_duration_since(at) < DISCOVERY_INTERVAL)
     }
 
     fn heartbeat(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
@@ -551,9 +558,6 @@ impl Peer {
         self.pings.heartbeat_at = Some(now + HEARTBEAT);
         // Not of the discovery's budget: what is in use must not starve because much is looked for.
         if let Some(best) = self.paths.best() {
-            if let Some(candidate) = self.candidates.find(best.address) {
-                candidate.last_ping = Some(now);
-            }
             self.send_ping(Via::Udp(best.address), 0, cx, sink, now);
         }
         if self.paths.wants_discovery(self.pings.last_discovery, now) {
@@ -586,7 +590,7 @@ impl Peer {
         let (slot, keep) = (self.slot, self.paths.best().map(|best| best.address));
         self.candidates.prune(keep, now, |address| cx.addresses.remove(address, slot));
         for address in self.due_candidates(pause, cx, now) {
-            self.discovery_ping(address, cx, sink, now);
+            self.discovery_ping(address, 0, cx, sink, now);
         }
         if call {
             self.call(cx, sink, now);
@@ -600,11 +604,8 @@ impl Peer {
         candidates.map(|candidate| candidate.address).collect()
     }
 
-    fn discovery_ping(&mut self, address: SocketAddr, cx: &mut Common, sink: &mut impl Sink, now: Instant) -> bool {
-        self.discovery_ping_for(address, 0, cx, sink, now)
-    }
-
-    fn discovery_ping_for(
+    /// A ping within the limits of what is sent to addresses that may be nobody's.
+    fn discovery_ping(
         &mut self,
         address: SocketAddr,
         question: u32,
@@ -640,8 +641,7 @@ impl Peer {
     }
 
     fn call_now(&mut self, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
-        let Some(remote) = self.remote else { return };
-        let Some(region) = self.region(cx) else { return };
+        let Some(route) = self.relay(cx) else { return };
         let mut endpoints = [SocketAddr::new(IpAddr::V4(RELAY_ADDRESS), 0); 64];
         let own = cx.net.endpoints();
         let count = own.len().min(endpoints.len());
@@ -651,20 +651,18 @@ impl Peer {
         let Some(endpoints) = endpoints.get(..count).filter(|endpoints| !endpoints.is_empty()) else { return };
         self.pings.last_call = Some(now);
         cx.counters.disco_calls_sent += 1;
-        self.send_disco(&Outgoing::CallMeMaybe(endpoints), Route::Relay { region, peer: remote.key }, cx, sink);
+        self.send_disco(&Outgoing::CallMeMaybe(endpoints), route, cx, sink);
     }
 
-    /// Full-size datagrams do not reach this address. True if it was in use.
-    pub(crate) fn too_big(&mut self, address: SocketAddr, cx: &mut Common, sink: &mut impl Sink, now: Instant) -> bool {
+    /// Full-size datagrams do not reach this address.
+    pub(crate) fn too_big(&mut self, address: SocketAddr, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
         self.pings.outstanding.retain(|ping| ping.to != Via::Udp(address) || ping.question != 0);
-        let Some(candidate) = self.candidates.find(address) else { return false };
+        let Some(candidate) = self.candidates.find(address) else { return };
         candidate.too_small = true;
-        let was_best = self.paths.forget(address);
-        if was_best {
+        if self.paths.forget(address) {
             self.lost_path(cx, sink, now);
         }
         self.settle(cx, now);
-        was_best
     }
 
     /// Sockets or links changed: nothing is proven any more (T-39).
@@ -718,12 +716,8 @@ impl Peer {
     }
 
     fn send_disco(&mut self, message: &Outgoing<'_>, route: Route, cx: &mut Common, sink: &mut impl Sink) -> bool {
-        if self.pings.shared.is_none()
-            && let Some(remote) = self.remote
-        {
-            self.pings.shared = cx.own.disco_private.shared_key(&remote.disco).ok();
-        }
-        let Some(shared) = &self.pings.shared else { return false };
+        let Some(remote) = self.remote else { return false };
+        let Some(shared) = self.pings.shared_with(&remote, cx) else { return false };
         let Some(out) = sink.outgoing(route, message.sealed_len().max(disco::FULL_LEN)) else {
             cx.counters.sink_full += 1;
             return false;

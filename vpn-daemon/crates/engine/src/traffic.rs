@@ -2,8 +2,8 @@
 //!
 //! A packet from the device leaves at once when a session stands and a way leads to the peer: directly where that is
 //! proven, else by relay and, beside it, to the address that was proven last. Otherwise it is held and whatever is missing
-//! is started. A packet from the peer reaches the device only if its source is an
-//! address of this peer, its destination is ours, and the filter admits it; TSMP never does.
+//! is started. A packet from the peer reaches the device only if its source is an address of this peer, its destination is
+//! ours, and the filter admits it; TSMP never does.
 
 use std::time::{Duration, Instant};
 
@@ -27,8 +27,6 @@ const NEAREST_NEW_DEADLINE: Duration = Duration::from_secs(10);
 const PADDING: usize = 16;
 /// An address that was proven last is tried beside the relay for so long; afterwards only pings go there.
 const TRIED_BESIDE: Duration = Duration::from_secs(30);
-/// A repeated handshake looks for a direct path again at most this often.
-const DISCOVER_AGAIN: Duration = Duration::from_secs(5);
 /// A handshake that waits for a relay connection asks for it again after this long.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
@@ -82,10 +80,8 @@ impl Peer {
     /// `ways` and the relay beside them, if one is connected. For handshake messages while no session stands: nothing else
     /// would tell that a direct path has died meanwhile, and one that is lost costs 5 s.
     fn with_relay(&mut self, ways: Ways, cx: &Common) -> Ways {
-        match (ways, self.region(cx), self.remote) {
-            (Ways { first: Route::Udp(_), second: None }, Some(region), Some(remote)) => {
-                Ways { second: Some(Route::Relay { region, peer: remote.key }), ..ways }
-            }
+        match ways {
+            Ways { first: Route::Udp(_), second: None } => Ways { second: self.relay(cx), ..ways },
             _ => ways,
         }
     }
@@ -97,13 +93,19 @@ impl Peer {
         }
     }
 
-    /// The way by relay; without one, a connection to the peer's home is asked for.
-    pub(crate) fn relay_or_ask(&mut self, cx: &mut Common, now: Instant) -> Option<Route> {
+    /// The way by relay, if one is connected.
+    pub(crate) fn relay(&mut self, cx: &Common) -> Option<Route> {
         let remote = self.remote?;
-        if let Some(region) = self.region(cx) {
-            return Some(Route::Relay { region, peer: remote.key });
+        self.region(cx).map(|region| Route::Relay { region, peer: remote.key })
+    }
+
+    /// As `relay`; without one, a connection to the peer's home is asked for.
+    pub(crate) fn relay_or_ask(&mut self, cx: &mut Common, now: Instant) -> Option<Route> {
+        let relay = self.relay(cx);
+        if relay.is_some() {
+            return relay;
         }
-        if let Some(home) = remote.home
+        if let Some(home) = self.home()
             && cx.relays.ask(home, now)
         {
             cx.event(Event::RelayWanted(home));
@@ -172,12 +174,7 @@ impl Peer {
         let Some(session) = &mut self.session else { return };
         let padded = packet.len().next_multiple_of(PADDING).min(ip::MTU.max(packet.len()));
         let room = (padded + DATA_OVERHEAD).max(CONTROL_ROOM);
-        let out = match ways.second {
-            None => sink.outgoing(ways.first, room),
-            // Sealed once: the receiver's window keeps one of the two.
-            Some(_) => cx.sealed.get_mut(..room),
-        };
-        let Some(out) = out else {
+        let Some(out) = ways.room(room, &mut cx.sealed, sink) else {
             cx.counters.sink_full += 1;
             return;
         };
@@ -246,9 +243,7 @@ impl Peer {
         if let Some(len) = session.initiate(&mut message, jitter, now) {
             cx.counters.initiations_sent += 1;
             send_control(message.get(..len).unwrap_or_default(), ways, cx, sink);
-            if self.pings.last_discovery.is_none_or(|at| now.saturating_duration_since(at) >= DISCOVER_AGAIN) {
-                self.begin_discovery(true, cx, sink, now);
-            }
+            self.begin_discovery_if_due(cx, sink, now);
         }
     }
 
@@ -439,11 +434,7 @@ impl Peer {
         let Common { scratch, sealed, counters, .. } = cx;
         let (Some(session), Some(plain)) = (&mut self.session, scratch.get(..padded)) else { return };
         let room = (padded + DATA_OVERHEAD).max(CONTROL_ROOM);
-        let out = match ways.second {
-            None => sink.outgoing(ways.first, room),
-            Some(_) => sealed.get_mut(..room),
-        };
-        let Some(out) = out else {
+        let Some(out) = ways.room(room, sealed, sink) else {
             counters.sink_full += 1;
             return;
         };
@@ -458,6 +449,14 @@ impl Ways {
     /// Whether a first message may leave: by relay not before our own relay connection stands.
     fn is_open(self, cx: &Common, now: Instant) -> bool {
         matches!(self.first, Route::Udp(_)) || cx.relays.is_open(now)
+    }
+
+    /// Where to seal a datagram: where the one way sends from, or beside both. The receiver's window keeps one of the two.
+    fn room<'a>(self, room: usize, sealed: &'a mut [u8; PLAIN_ROOM], sink: &'a mut impl Sink) -> Option<&'a mut [u8]> {
+        match self.second {
+            None => sink.outgoing(self.first, room),
+            Some(_) => sealed.get_mut(..room),
+        }
     }
 }
 
