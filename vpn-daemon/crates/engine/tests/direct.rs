@@ -3,11 +3,13 @@
 
 mod sim;
 
+use std::cell::{Ref, RefCell};
 use std::net::SocketAddr;
+use std::rc::Rc;
 
 use codervpn_engine::{Command, Direct, Event, LinkChange, Path, PeerState, RelayReason, Route};
 use codervpn_wire::disco;
-use sim::{AGENT, DESKTOP, World, ms, region, secs};
+use sim::{AGENT, DESKTOP, LoseRelayed, LoseUdp, World, ms, region, secs};
 
 const DESKTOP_AT: &str = "192.0.2.1:4001";
 const AGENT_AT: &str = "192.0.2.2:4002";
@@ -28,6 +30,41 @@ fn path(world: &mut World) -> Option<Path> {
 /// Captures of path messages by length.
 fn is_disco(bytes: &[u8]) -> bool {
     disco::looks_like_disco(bytes)
+}
+
+/// Copies of datagrams on their way.
+#[derive(Default)]
+struct Captured(Rc<RefCell<Vec<Vec<u8>>>>);
+
+impl Captured {
+    /// Keeps those for which `take` holds, which do not arrive if `lost`.
+    fn udp(&self, lost: bool, take: impl FnMut(SocketAddr, &[u8]) -> bool + 'static) -> LoseUdp {
+        let mut keep = self.keep(lost, take);
+        Box::new(move |from, _, bytes| keep(from, bytes))
+    }
+
+    /// The same of those by relay.
+    fn relayed(&self, lost: bool, take: impl FnMut(usize, &[u8]) -> bool + 'static) -> LoseRelayed {
+        Box::new(self.keep(lost, take))
+    }
+
+    fn keep<F, T>(&self, lost: bool, mut take: T) -> impl FnMut(F, &[u8]) -> bool + use<F, T>
+    where
+        T: FnMut(F, &[u8]) -> bool,
+    {
+        let kept = Rc::clone(&self.0);
+        move |from, bytes| {
+            let take = take(from, bytes);
+            if take {
+                kept.borrow_mut().push(bytes.to_vec());
+            }
+            take && lost
+        }
+    }
+
+    fn all(&self) -> Ref<'_, Vec<Vec<u8>>> {
+        self.0.borrow()
+    }
 }
 
 #[test]
@@ -240,17 +277,11 @@ fn t04_a_call_me_maybe_by_udp_is_ignored() {
     let mut world = World::direct();
     // The agent's next call-me-maybe, taken from the relay and delivered by UDP instead.
     let before = world.client().engine.counters().disco_calls_ignored;
-    let relayed = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
-    let copy = std::rc::Rc::clone(&relayed);
-    world.lose = Box::new(move |from, bytes| {
-        if from == 1 && is_disco(bytes) && bytes.len() < 300 {
-            copy.borrow_mut().push(bytes.to_vec());
-        }
-        false
-    });
+    let relayed = Captured::default();
+    world.lose = relayed.relayed(false, |from, bytes| from == 1 && is_disco(bytes) && bytes.len() < 300);
     world.lose_udp = Box::new(|_, _, _| true);
     world.probe(secs(8), ms(50));
-    let call = relayed.borrow().first().cloned().expect("the agent calls when its path is gone");
+    let call = relayed.all().first().cloned().expect("the agent calls when its path is gone");
     let now = world.now;
     world.client().udp(AGENT_AT, &call, now);
     assert_eq!(world.client().engine.counters().disco_calls_ignored, before + 1);
@@ -259,17 +290,13 @@ fn t04_a_call_me_maybe_by_udp_is_ignored() {
 #[test]
 fn t01_strangers_by_udp_cost_nothing_and_get_nothing() {
     let mut world = World::direct();
-    let captured = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
-    let copy = std::rc::Rc::clone(&captured);
-    world.lose_udp = Box::new(move |_, _, bytes| {
-        copy.borrow_mut().push(bytes.to_vec());
-        false
-    });
+    let captured = Captured::default();
+    world.lose_udp = captured.udp(false, |_, _| true);
     world.probe(secs(4), ms(50));
     world.lose_udp = Box::new(|_, _, _| false);
     let (now, sent) = (world.now, world.udp_log.len());
-    let data = captured.borrow().iter().find(|bytes| bytes[0] == 4).cloned().unwrap();
-    let mut stranger_disco = captured.borrow().iter().find(|bytes| is_disco(bytes)).cloned().unwrap();
+    let data = captured.all().iter().find(|bytes| bytes[0] == 4).cloned().unwrap();
+    let mut stranger_disco = captured.all().iter().find(|bytes| is_disco(bytes)).cloned().unwrap();
     if let Some(byte) = stranger_disco.get_mut(10) {
         *byte ^= 1;
     }
@@ -287,18 +314,13 @@ fn t01_strangers_by_udp_cost_nothing_and_get_nothing() {
 #[test]
 fn t07_a_replayed_ping_from_elsewhere_makes_nobody_a_target_of_data() {
     let mut world = World::direct();
-    let captured = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
-    let copy = std::rc::Rc::clone(&captured);
-    world.lose_udp = Box::new(move |from, _, bytes| {
-        // Never arrives, so it is new when it is replayed.
-        let take = from == at(AGENT_AT) && is_disco(bytes) && copy.borrow().is_empty();
-        if take {
-            copy.borrow_mut().push(bytes.to_vec());
-        }
-        take
-    });
+    let captured = Captured::default();
+    let mut taken = false;
+    // Never arrives, so it is new when it is replayed.
+    world.lose_udp = captured
+        .udp(true, move |from, bytes| from == at(AGENT_AT) && is_disco(bytes) && !std::mem::replace(&mut taken, true));
     world.probe(secs(4), ms(50));
-    let ping = captured.borrow().first().cloned().expect("a heartbeat or pong of the agent");
+    let ping = captured.all().first().cloned().expect("a heartbeat or pong of the agent");
     world.lose_udp = Box::new(|_, _, _| false);
     let now = world.now;
     let sent = world.udp_log.len();
@@ -398,18 +420,11 @@ fn t40_no_packet_is_lost_when_direct_paths_are_forbidden() {
 #[test]
 fn t03_a_path_message_by_relay_must_be_of_its_sender() {
     let mut world = World::direct();
-    let captured = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
-    let copy = std::rc::Rc::clone(&captured);
-    world.lose = Box::new(move |from, bytes| {
-        let take = from == 1 && is_disco(bytes);
-        if take {
-            copy.borrow_mut().push(bytes.to_vec());
-        }
-        take
-    });
+    let captured = Captured::default();
+    world.lose = captured.relayed(true, |from, bytes| from == 1 && is_disco(bytes));
     world.lose_udp = Box::new(|_, _, _| true);
     world.probe(secs(8), ms(50));
-    let message = captured.borrow().first().cloned().unwrap();
+    let message = captured.all().first().cloned().unwrap();
     let now = world.now;
     let before = *world.client().engine.counters();
     let stranger = codervpn_wire::keys::NodePublic::from_wire([9; 32]);
@@ -443,17 +458,10 @@ fn t05_a_call_with_thousands_of_addresses_gets_few_pings() {
 #[test]
 fn t08_however_many_pings_are_replayed_none_is_answered_twice() {
     let mut world = World::direct();
-    let captured = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
-    let copy = std::rc::Rc::clone(&captured);
+    let captured = Captured::default();
     // None of the agent's path messages arrives, so it goes on pinging.
-    world.lose_udp = Box::new(move |from, _, bytes| {
-        let take = from == at(AGENT_AT) && is_disco(bytes);
-        if take {
-            copy.borrow_mut().push(bytes.to_vec());
-        }
-        take
-    });
-    while captured.borrow().len() < 80 {
+    world.lose_udp = captured.udp(true, |from, bytes| from == at(AGENT_AT) && is_disco(bytes));
+    while captured.all().len() < 80 {
         world.probe(secs(1), ms(50));
     }
     world.lose_udp = Box::new(|_, _, _| false);
@@ -462,7 +470,7 @@ fn t08_however_many_pings_are_replayed_none_is_answered_twice() {
     let mut opened = Vec::new();
     for _ in 0..2 {
         let before = *world.client().engine.counters();
-        for messages in captured.borrow().chunks(8) {
+        for messages in captured.all().chunks(8) {
             let now = world.now;
             for message in messages {
                 world.client().udp("198.51.100.9:9", message, now);
@@ -482,18 +490,12 @@ fn t08_however_many_pings_are_replayed_none_is_answered_twice() {
 #[test]
 fn t09_only_the_pong_of_an_open_ping_counts() {
     let mut world = World::direct();
-    let captured = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
-    let copy = std::rc::Rc::clone(&captured);
-    world.lose_udp = Box::new(move |from, _, bytes| {
-        if from == at(AGENT_AT) && is_disco(bytes) {
-            copy.borrow_mut().push(bytes.to_vec());
-        }
-        false
-    });
+    let captured = Captured::default();
+    world.lose_udp = captured.udp(false, |from, bytes| from == at(AGENT_AT) && is_disco(bytes));
     world.probe(secs(10), ms(50));
     let now = world.now;
     let before = *world.client().engine.counters();
-    let messages = captured.borrow().clone();
+    let messages = captured.all().clone();
     for message in &messages {
         world.client().udp(AGENT_AT, message, now);
     }
@@ -575,29 +577,22 @@ fn nothing_is_sent_by_udp_before_there_is_a_socket() {
 #[test]
 fn t06_a_ping_from_an_address_that_cannot_be_a_path_is_not_answered() {
     let mut world = World::direct();
-    let captured = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
-    let copy = std::rc::Rc::clone(&captured);
-    world.lose_udp = Box::new(move |from, _, bytes| {
-        // Pings and pongs: the pongs of them do no harm here.
-        let take = from == at(AGENT_AT) && is_disco(bytes);
-        if take {
-            copy.borrow_mut().push(bytes.to_vec());
-        }
-        take
-    });
+    let captured = Captured::default();
+    // Pings and pongs: the pongs of them do no harm here.
+    world.lose_udp = captured.udp(true, |from, bytes| from == at(AGENT_AT) && is_disco(bytes));
     world.probe(secs(4), ms(50));
     world.lose_udp = Box::new(|_, _, _| false);
     let now = world.now;
     let sent = world.udp_log.len();
     for source in ["127.0.0.1:9", "[::1]:9", "[fe80::1]:9", "[fd60:627a:a42b::9]:9", "224.0.0.1:9"] {
-        for message in captured.borrow().iter() {
+        for message in captured.all().iter() {
             world.client().udp(source, message, now);
         }
         world.run(ms(10));
         let there = world.udp_log[sent..].iter().filter(|sent| sent.2 == at(source)).count();
         assert_eq!(there, 0, "{source}: who gets a pong sends its data there");
     }
-    for message in captured.borrow().iter() {
+    for message in captured.all().iter() {
         world.client().udp("198.51.100.9:9", message, now);
     }
     world.run(ms(10));

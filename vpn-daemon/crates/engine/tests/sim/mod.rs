@@ -6,7 +6,7 @@ use std::net::{Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant, SystemTime};
 
 use codervpn_engine::{Command, Config, Engine, Event, Inbound, PeerState, Route, Sink};
-use codervpn_wire::derp_map::{DerpMap, Reach, Region, RegionId, RelayNode};
+use codervpn_wire::derp_map::{DerpMap, DerpMapFields, RegionFields, RegionId, RelayNodeFields};
 use codervpn_wire::ip::{self, Ipv6Header};
 use codervpn_wire::keys::NodePublic;
 use codervpn_wire::node::{Node, coder_address};
@@ -59,27 +59,25 @@ pub fn region(id: i64) -> RegionId {
 }
 
 pub fn map(ids: &[i64]) -> DerpMap {
-    let mut map = DerpMap::default();
-    for id in ids {
-        let node = RelayNode {
+    let region = |id: &i64| {
+        let node = RelayNodeFields {
             name: format!("{id}a"),
-            host: "relay.test".into(),
-            cert_name: None,
-            ipv4: Reach::Resolve,
-            ipv6: Reach::Resolve,
-            derp_port: Some(443),
-            stun_port: None,
+            host_name: "relay.test".into(),
+            stun_port: -1,
             force_http: true,
-            insecure_for_tests: false,
-            stun_test_ip: None,
-            can_port_80: false,
+            ..RelayNodeFields::default()
         };
-        let id = region(*id);
-        let region =
-            Region { id, code: "coder".into(), name: "Coder".into(), embedded: false, avoid: false, nodes: vec![node] };
-        map.regions.insert(id, region);
-    }
-    map
+        let region = RegionFields {
+            region_id: *id,
+            region_code: "coder".into(),
+            region_name: "Coder".into(),
+            nodes: vec![node],
+            ..RegionFields::default()
+        };
+        (*id, region)
+    };
+    let fields = DerpMapFields { regions: ids.iter().map(region).collect(), ..DerpMapFields::default() };
+    DerpMap::from_fields(&fields).0
 }
 
 /// Keeps what comes out.
@@ -199,6 +197,11 @@ impl Party {
     }
 }
 
+/// Whether a datagram is lost: from, to, bytes.
+pub type LoseUdp = Box<dyn FnMut(SocketAddr, SocketAddr, &[u8]) -> bool>;
+/// The same for what a party, by number, sends by relay.
+pub type LoseRelayed = Box<dyn FnMut(usize, &[u8]) -> bool>;
+
 /// A datagram on its way.
 struct Frame {
     at: Instant,
@@ -221,13 +224,13 @@ pub struct World {
     /// One way, by UDP, between two addresses.
     pub udp_latency: Box<dyn Fn(SocketAddr, SocketAddr) -> Duration>,
     /// UDP datagrams for which this holds are lost: from, to, bytes.
-    pub lose_udp: Box<dyn FnMut(SocketAddr, SocketAddr, &[u8]) -> bool>,
+    pub lose_udp: LoseUdp,
     /// Larger UDP datagrams are refused to their sender.
     pub udp_limit: usize,
     /// Every UDP datagram sent: when, from, to, length.
     pub udp_log: Vec<(Instant, SocketAddr, SocketAddr, usize)>,
     /// Frames for which this holds are lost.
-    pub lose: Box<dyn FnMut(usize, &[u8]) -> bool>,
+    pub lose: LoseRelayed,
     pub relayed: usize,
 }
 
