@@ -11,7 +11,7 @@ use std::time::Instant;
 use codervpn_engine::{Command, Config, Engine, Route, Sink};
 use codervpn_host::tun::Frame;
 use codervpn_host::tun::offload::{Piece, Runs};
-use codervpn_wire::derp_map::{DerpMap, Reach, Region, RegionId, RelayNode};
+use codervpn_wire::derp_map::{DerpMap, DerpMapFields, RegionFields, RegionId, RelayNodeFields};
 use codervpn_wire::keys::NodePublic;
 use codervpn_wire::node::coder_address;
 use codervpn_wire::{classify, derp, ip};
@@ -82,30 +82,9 @@ fn region() -> RegionId {
 }
 
 fn map() -> DerpMap {
-    let node = RelayNode {
-        name: "1a".into(),
-        host: "relay.test".into(),
-        cert_name: None,
-        ipv4: Reach::Resolve,
-        ipv6: Reach::Resolve,
-        derp_port: Some(443),
-        stun_port: None,
-        force_http: true,
-        insecure_for_tests: false,
-        stun_test_ip: None,
-        can_port_80: false,
-    };
-    let region = Region {
-        id: region(),
-        code: "coder".into(),
-        name: "Coder".into(),
-        embedded: false,
-        avoid: false,
-        nodes: vec![node],
-    };
-    let mut map = DerpMap::default();
-    map.regions.insert(region.id, region);
-    map
+    let node = RelayNodeFields { name: "1a".into(), host_name: "relay.test".into(), ..RelayNodeFields::default() };
+    let region = RegionFields { region_id: 1, nodes: vec![node], ..RegionFields::default() };
+    DerpMap::from_fields(&DerpMapFields { regions: vec![(1, region)], ..DerpMapFields::default() }).0
 }
 
 /// A desktop and an agent with a session.

@@ -7,7 +7,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Instant;
 
 use codervpn_engine::{Command, Engine, Event, LinkChange, Path, RelayLatency, Role, Route, SendFailure, StunServer};
-use codervpn_wire::derp_map::{DerpMap, Reach, Region, RegionId, RelayNode};
+use codervpn_wire::derp_map::{DerpMap, DerpMapFields, RegionFields, RegionId, RelayNodeFields};
 use codervpn_wire::node;
 use mock_instant::MockClock;
 use uuid::Uuid;
@@ -161,28 +161,19 @@ impl World {
     pub fn add_relay(&mut self, id: i64, delay: Time) -> RegionId {
         let id = RegionId::new(id).expect("a region's number");
         self.relays.insert(id, Relay::new(delay));
-        let node = RelayNode {
-            name: format!("{id}a"),
-            host: "relay.test".into(),
-            cert_name: None,
-            ipv4: Reach::Resolve,
-            ipv6: Reach::Resolve,
-            derp_port: Some(443),
-            stun_port: Some(3478),
-            force_http: false,
-            insecure_for_tests: false,
-            stun_test_ip: None,
-            can_port_80: false,
-        };
-        let region = Region {
-            id,
-            code: format!("region-{id}"),
-            name: format!("Region {id}"),
-            embedded: self.map.regions.is_empty(),
-            avoid: false,
+        let number = i64::from(id.get());
+        let node =
+            RelayNodeFields { name: format!("{id}a"), host_name: "relay.test".into(), ..RelayNodeFields::default() };
+        let region = RegionFields {
+            region_id: number,
+            embedded_relay: self.map.regions.is_empty(),
+            region_code: format!("region-{id}"),
+            region_name: format!("Region {id}"),
             nodes: vec![node],
+            ..RegionFields::default()
         };
-        self.map.regions.insert(id, region);
+        let fields = DerpMapFields { regions: vec![(number, region)], ..DerpMapFields::default() };
+        self.map.regions.extend(DerpMap::from_fields(&fields).0.regions);
         id
     }
 
