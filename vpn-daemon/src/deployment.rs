@@ -295,7 +295,7 @@ impl Deployment {
         let _ = self.tunnel.handle().apply(commands).await;
         if matches!(change, Change::Major | Change::Up) {
             self.relays.check_links();
-            self.survey.network_changed();
+            self.survey.forget();
         }
         self.refresh_soon();
     }

@@ -89,12 +89,8 @@ impl Survey {
         self.without_stun = !allowed;
     }
 
-    /// The machine is in another network, where names may mean other addresses.
-    pub fn network_changed(&mut self) {
-        self.forget();
-    }
-
-    fn forget(&mut self) {
+    /// Names may mean other addresses from now on: in another network, or with another map.
+    pub fn forget(&mut self) {
         self.resolved = None;
         self.epoch += 1;
     }

@@ -22,17 +22,7 @@ fn orders() -> Lines<BufReader<Stdin>> {
 
 /// Our agent; asked for `counters` it tells them.
 pub(super) async fn agent(url: &Url, id: Uuid, tun: Option<String>, relay_only: bool) -> anyhow::Result<()> {
-    let agent = WorkspaceAgent::start(AgentOptions {
-        url: url.clone(),
-        id,
-        name: "bench".into(),
-        token: SecretString::from(format!("agent-{id}")),
-        extra_ca: None,
-        tun,
-        relay_only,
-    })
-    .await?;
-    agent.ready().await?;
+    let agent = start(url, id, tun, relay_only).await?;
     say(&ready());
     let mut orders = orders();
     while let Some(order) = orders.next_line().await? {
@@ -52,7 +42,7 @@ pub(super) async fn agents(url: &Url) -> anyhow::Result<()> {
     let ids: Vec<Uuid> = serde_json::from_str(&ids)?;
     let mut agents = Vec::new();
     for some in ids.chunks(TOGETHER) {
-        agents.extend(try_join_all(some.iter().map(|id| idle_agent(url, *id))).await?);
+        agents.extend(try_join_all(some.iter().map(|id| start(url, *id, None, false))).await?);
     }
     say(&ready());
     while orders.next_line().await?.is_some() {}
@@ -64,15 +54,16 @@ pub(super) async fn agents(url: &Url) -> anyhow::Result<()> {
 /// Agents that connect at the same time.
 const TOGETHER: usize = 10;
 
-async fn idle_agent(url: &Url, id: Uuid) -> anyhow::Result<WorkspaceAgent> {
+/// An agent that is connected.
+async fn start(url: &Url, id: Uuid, tun: Option<String>, relay_only: bool) -> anyhow::Result<WorkspaceAgent> {
     let agent = WorkspaceAgent::start(AgentOptions {
         url: url.clone(),
         id,
-        name: "idle".into(),
+        name: "bench".into(),
         token: SecretString::from(format!("agent-{id}")),
         extra_ca: None,
-        tun: None,
-        relay_only: false,
+        tun,
+        relay_only,
     })
     .await?;
     agent.ready().await?;

@@ -48,8 +48,14 @@ struct Datagrams {
 }
 
 impl Datagrams {
-    fn send(failures: &mut Vec<(SocketAddr, SendFailure)>, udp: &mut UdpSockets, to: SocketAddr, run: &Run<'_>) {
-        let Err(error) = udp.send(to, run.segment, run.bytes) else { return };
+    fn send(
+        failures: &mut Vec<(SocketAddr, SendFailure)>,
+        udp: &mut UdpSockets,
+        to: SocketAddr,
+        segment: usize,
+        bytes: &[u8],
+    ) {
+        let Err(error) = udp.send(to, segment, bytes) else { return };
         let failure = match error {
             SendError::TooBig => SendFailure::TooBig,
             SendError::Blocked => SendFailure::Blocked,
@@ -64,25 +70,19 @@ impl Datagrams {
 
     fn room(&mut self, udp: &mut UdpSockets, to: SocketAddr, room: usize) -> Option<&mut [u8]> {
         let Self { group, failures, .. } = self;
-        group.room(to, room, |to, segment, bytes| Self::send(failures, udp, to, &Run { segment, bytes }))
+        group.room(to, room, |to, segment, bytes| Self::send(failures, udp, to, segment, bytes))
     }
 
     fn commit(&mut self, udp: &mut UdpSockets, len: usize) {
         self.committed += 1;
         let Self { group, failures, .. } = self;
-        group.commit(len, |to, segment, bytes| Self::send(failures, udp, to, &Run { segment, bytes }));
+        group.commit(len, |to, segment, bytes| Self::send(failures, udp, to, segment, bytes));
     }
 
     fn flush(&mut self, udp: &mut UdpSockets) {
         let Self { group, failures, .. } = self;
-        group.flush(|to, segment, bytes| Self::send(failures, udp, to, &Run { segment, bytes }));
+        group.flush(|to, segment, bytes| Self::send(failures, udp, to, segment, bytes));
     }
-}
-
-/// One group as the sockets take it.
-struct Run<'a> {
-    segment: usize,
-    bytes: &'a [u8],
 }
 
 impl<D: PacketDevice> Outbox<D> {

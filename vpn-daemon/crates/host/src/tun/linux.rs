@@ -112,8 +112,7 @@ impl Tun {
 
     /// Switches super-packets off in both directions, as on a system that has none.
     pub fn without_offload(&mut self) {
-        // SAFETY: as in `set_offload`.
-        unsafe { libc::ioctl(self.fd.as_raw_fd(), TUNSETOFFLOAD, libc::c_ulong::from(0_u8)) };
+        set_offload_flags(&self.fd, 0);
         (self.outgoing.runs.join_tcp, self.outgoing.runs.join_udp) = (false, false);
     }
 
@@ -244,11 +243,13 @@ fn is_invalid(error: &tun::Error) -> bool {
 fn set_offload(fd: &OwnedFd) -> bool {
     let tcp = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6;
     // Kernels before 6.2 know no UDP segmentation and refuse all for it.
-    [tcp | TUN_F_USO4 | TUN_F_USO6, tcp].into_iter().any(|flags| {
-        // SAFETY: the request takes its argument by value and touches no memory of ours; `fd` is
-        // open for the whole call.
-        unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETOFFLOAD, libc::c_ulong::from(flags)) == 0 }
-    })
+    [tcp | TUN_F_USO4 | TUN_F_USO6, tcp].into_iter().any(|flags| set_offload_flags(fd, flags))
+}
+
+fn set_offload_flags(fd: &OwnedFd, flags: libc::c_uint) -> bool {
+    // SAFETY: the request takes its argument by value and touches no memory of ours; `fd` is open
+    // for the whole call.
+    unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETOFFLOAD, libc::c_ulong::from(flags)) == 0 }
 }
 
 impl AsFd for Tun {
