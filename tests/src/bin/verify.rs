@@ -26,6 +26,7 @@ fn main() -> ExitCode {
     let begin = Instant::now();
     let mut failed = Vec::new();
     let steps: &[(&str, &dyn Fn() -> anyhow::Result<()>)] = &[
+        ("disk", &disk),
         ("system packages", &|| packages::provide(!args.no_install)),
         ("format", &|| cargo(&["fmt", "--all", "--check"])),
         ("lints", &|| cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"])),
@@ -47,7 +48,7 @@ fn main() -> ExitCode {
             Err(err) => {
                 report::say(&format!("    {name}: FAILED, {took:.1} s: {err:#}"));
                 failed.push(*name);
-                if *name == "system packages" {
+                if matches!(*name, "disk" | "system packages") {
                     break;
                 }
             }
@@ -75,6 +76,29 @@ fn cargo(args: &[&str]) -> anyhow::Result<()> {
 fn run(command: &mut Command) -> anyhow::Result<()> {
     let status = command.status().with_context(|| format!("{:?} cannot be run", command.get_program()))?;
     ensure!(status.success(), "{status}");
+    Ok(())
+}
+
+/// What a build from nothing and all tests leave in the target folder, with some room: 5 GB were measured.
+const ROOM_FOR_BUILD: u64 = 6 << 30;
+/// What the tests themselves write when everything is built.
+const ROOM_FOR_TESTS: u64 = 1 << 30;
+
+/// A disk that fills up half-way fails in a different place each time, with texts that say anything but that.
+fn disk() -> anyhow::Result<()> {
+    let target = binaries::target_folder()?;
+    std::fs::create_dir_all(&target).with_context(|| format!("{} cannot be made", target.display()))?;
+    let built = target.join("release/deps").exists();
+    let needed = if built { ROOM_FOR_TESTS } else { ROOM_FOR_BUILD };
+    let stat = rustix::fs::statvfs(&target).with_context(|| format!("{} cannot be asked", target.display()))?;
+    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+    ensure!(
+        free >= needed,
+        "{} has {} MiB left and {} MiB are needed: make room, or set CARGO_TARGET_DIR to a folder on another disk",
+        target.display(),
+        free >> 20,
+        needed >> 20,
+    );
     Ok(())
 }
 

@@ -6,11 +6,6 @@ use codervpn_wire::derp_map::DerpMap;
 use crate::api::Deployment;
 use crate::convert::derp_map_from_proto;
 
-/// CC-46: the embedded relay is reached under the URL that we use, whatever the deployment calls itself.
-pub fn rewrite(map: &mut DerpMap, deployment: &Deployment) {
-    map.rewrite_embedded(&deployment.host(), deployment.port(), !deployment.is_https());
-}
-
 /// The map in use, over all connections.
 #[derive(Debug, Default)]
 pub(crate) struct DerpMaps {
@@ -27,7 +22,7 @@ impl DerpMaps {
     pub(crate) fn receive(&mut self, map: pb::DerpMap) -> Option<DerpMap> {
         let mut map = derp_map_from_proto(map);
         if let Some(deployment) = &self.deployment {
-            rewrite(&mut map, deployment);
+            deployment.rewrite_embedded(&mut map);
         }
         if self.current.as_ref() == Some(&map) {
             return None;

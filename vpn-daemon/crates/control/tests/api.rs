@@ -7,7 +7,7 @@ use std::time::Duration;
 use codervpn_control::api::{Api, ApiError, BuildInfo, Deployment, Telemetry, Unauthorized};
 use codervpn_control::controller::Dial;
 use codervpn_control::{ControllerRole, WebSocketDialer};
-use codervpn_underlay::dialer::{Dialer, DialerConfig};
+use codervpn_underlay::{Dialer, DialerConfig};
 use codervpn_wire::derp_map::RegionId;
 use secrecy::SecretString;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

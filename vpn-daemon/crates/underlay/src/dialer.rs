@@ -10,11 +10,10 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ::http::{HeaderMap, HeaderName, HeaderValue};
+use ::http::HeaderMap;
 use codervpn_wire::node::is_coder_address;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
@@ -22,6 +21,7 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use url::{Host, Url};
 
+use crate::config::{ConfigError, DialerConfig};
 use crate::proxy::Route;
 use crate::resolve::Resolve;
 use crate::stream::Connection;
@@ -40,43 +40,6 @@ const KEEPALIVE: Duration = Duration::from_secs(30);
 const NOTSENT_LOWAT: u32 = 256 * 1024;
 /// More addresses than this are not tried; a hostile zone cannot make us scan.
 const MAX_ADDRESSES: usize = 16;
-
-/// What the user may set about reaching the network.
-#[derive(Clone, Default)]
-pub struct DialerConfig {
-    /// PEM file with further trust roots (`network.extra_ca`).
-    pub extra_ca: Option<PathBuf>,
-    /// Headers for every request to the deployment (`network.headers`).
-    pub headers: Vec<(HeaderName, HeaderValue)>,
-    /// Proxy for every connection (`network.proxy`).
-    pub proxy: Option<Url>,
-    /// Name servers to ask instead of the system's resolver. The daemon gives
-    /// them when it is itself the system's resolver.
-    pub base_dns: Vec<SocketAddr>,
-}
-
-/// Values of headers may be secrets, so only their names are shown.
-impl fmt::Debug for DialerConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DialerConfig")
-            .field("extra_ca", &self.extra_ca)
-            .field("headers", &self.headers.iter().map(|(n, _)| n).collect::<Vec<_>>())
-            .field("proxy", &self.proxy.is_some())
-            .field("base_dns", &self.base_dns)
-            .finish()
-    }
-}
-
-/// Why a dialer could not be made from its configuration.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    #[error("network.extra_ca: cannot read {path}: {reason}")]
-    ExtraCa { path: PathBuf, reason: String },
-    #[error("network.extra_ca: {path} holds no certificate in PEM form")]
-    ExtraCaEmpty { path: PathBuf },
-    #[error("network.proxy: {reason}")]
-    Proxy { reason: String },
-}
 
 /// Where a dial stood when its time was over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -451,14 +414,5 @@ mod tests {
         let dialer = Dialer::new(DialerConfig::default()).unwrap();
         let error = dialer.connect(&target).await.err().unwrap();
         assert!(matches!(error, DialError::Resolve { .. }), "{error}");
-    }
-
-    #[test]
-    fn debug_shows_no_header_value() {
-        let config = DialerConfig {
-            headers: vec![(HeaderName::from_static("x-pass"), HeaderValue::from_static("secret-value"))],
-            ..DialerConfig::default()
-        };
-        assert!(!format!("{config:?}").contains("secret-value"));
     }
 }

@@ -15,6 +15,7 @@
 mod backoff;
 pub mod batch;
 mod certificate;
+mod config;
 pub mod dialer;
 pub mod http;
 mod inbox;
@@ -34,7 +35,8 @@ pub mod udp;
 pub mod websocket;
 
 pub use batch::{Packet, RelayBatch, SendBatch};
-pub use dialer::{ConfigError, DialError, Dialer, DialerConfig, Families, Phase, Target};
+pub use config::{ConfigError, DialerConfig};
+pub use dialer::{DialError, Dialer, Families, Phase, Target};
 pub use http::{HttpError, Request, Response};
 pub use portmap::{MapTarget, MapperOptions, PortMapper};
 pub use probe::{ProbeError, RegionLatency};

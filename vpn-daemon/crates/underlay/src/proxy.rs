@@ -4,7 +4,7 @@
 
 use url::Url;
 
-use crate::dialer::ConfigError;
+use crate::config::ConfigError;
 
 #[derive(Debug)]
 pub(crate) enum Route {

@@ -418,7 +418,7 @@ impl RegionState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dialer::DialerConfig;
+    use crate::config::DialerConfig;
     use codervpn_wire::derp_map::{DerpMap, DerpMapFields, RegionFields, RelayNodeFields};
     use codervpn_wire::keys::NodePublic;
 

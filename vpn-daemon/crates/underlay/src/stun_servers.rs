@@ -95,7 +95,7 @@ mod tests {
     use codervpn_wire::derp_map::{DerpMapFields, RegionFields, RelayNodeFields};
 
     use super::*;
-    use crate::dialer::DialerConfig;
+    use crate::config::DialerConfig;
 
     fn node(host: &str, stun_port: i32) -> RelayNodeFields {
         RelayNodeFields { name: host.into(), host_name: host.into(), stun_port, ..RelayNodeFields::default() }

@@ -26,7 +26,7 @@ use tokio::sync::OnceCell;
 use tokio_rustls::TlsConnector;
 
 use crate::certificate::CertificateText;
-use crate::dialer::ConfigError;
+use crate::config::ConfigError;
 use crate::stream::{TlsOverTcp, buffered};
 
 /// How one target proves who it is.

@@ -4,6 +4,7 @@
 //! version for people. None is repeated here (HTTP-23): a failing call is a failing start, with a text that says what
 //! happened and what to do ([`ApiError`]).
 
+mod deployment;
 mod error;
 mod json;
 
@@ -16,9 +17,9 @@ use codervpn_wire::derp_map::DerpMap;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use secrecy::{ExposeSecret, SecretString};
 use serde::de::DeserializeOwned;
-use url::Url;
 use uuid::Uuid;
 
+pub use deployment::Deployment;
 pub use error::{ApiError, Obstacle, Reply, Unauthorized};
 pub(crate) use error::{Endpoint, classify};
 pub use json::{desktop_telemetry, parse_derp_map};
@@ -34,78 +35,6 @@ pub const BUILD_VERSION: HeaderName = HeaderName::from_static("x-coder-build-ver
 
 /// Suffix of servers that name none (1.2.2).
 pub const DEFAULT_SUFFIX: &str = "coder";
-
-/// Where a deployment is: scheme, host and port of the URL that a user gave. Its path, query and fragment are dropped as
-/// upstream drops them (HTTP-1), user and password in it are refused.
-#[derive(Clone, PartialEq, Eq, Hash)]
-pub struct Deployment {
-    root: Url,
-}
-
-impl Deployment {
-    /// Reads a deployment URL.
-    pub fn parse(text: &str) -> Result<Self, ApiError> {
-        let wrong = |reason: &str| ApiError::Url { reason: reason.to_owned() };
-        let mut root = Url::parse(text.trim()).map_err(|error| wrong(&error.to_string()))?;
-        if !matches!(root.scheme(), "http" | "https") {
-            return Err(wrong("it must begin with https:// or http://"));
-        }
-        if root.host_str().is_none_or(str::is_empty) {
-            return Err(wrong("it names no host"));
-        }
-        if !root.username().is_empty() || root.password().is_some() {
-            return Err(wrong("it must not contain a user name or password"));
-        }
-        root.set_path("/");
-        root.set_query(None);
-        root.set_fragment(None);
-        Ok(Self { root })
-    }
-
-    /// The URL of an API path, which begins with a slash (HTTP-1).
-    pub fn url(&self, path: &str) -> Url {
-        let mut url = self.root.clone();
-        url.set_path(path);
-        url
-    }
-
-    /// The URL of a WebSocket: `https` becomes `wss` (HTTP-2).
-    pub fn websocket_url(&self, path: &str) -> Url {
-        let mut url = self.url(path);
-        let scheme = if self.is_https() { "wss" } else { "ws" };
-        // http to ws and https to wss are always allowed.
-        let _ = url.set_scheme(scheme);
-        url
-    }
-
-    /// Host without brackets and port.
-    pub fn host(&self) -> String {
-        self.root.host_str().unwrap_or_default().trim_matches(['[', ']']).to_owned()
-    }
-
-    /// Its port, the scheme's default if the URL names none.
-    pub fn port(&self) -> u16 {
-        self.root.port_or_known_default().unwrap_or(443)
-    }
-
-    /// TLS or clear text.
-    pub fn is_https(&self) -> bool {
-        self.root.scheme() == "https"
-    }
-}
-
-/// `https://host:port`, as a user would write it.
-impl fmt::Display for Deployment {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.root.as_str().trim_end_matches('/'))
-    }
-}
-
-impl fmt::Debug for Deployment {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Deployment({self})")
-    }
-}
 
 /// Who the token belongs to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -232,7 +161,7 @@ impl Api {
             });
         };
         let mut derp_map = map.into_derp_map();
-        crate::derp_maps::rewrite(&mut derp_map, &self.deployment);
+        self.deployment.rewrite_embedded(&mut derp_map);
         let suffix = settings.hostname_suffix.unwrap_or_default();
         Ok(ConnectionSettings {
             derp_map,

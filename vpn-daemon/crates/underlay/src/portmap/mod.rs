@@ -263,7 +263,7 @@ impl Drop for Release<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dialer::DialerConfig;
+    use crate::config::DialerConfig;
 
     #[tokio::test]
     async fn t37_only_addresses_that_others_can_reach_are_taken() {
