@@ -7,21 +7,25 @@ pub(super) struct Sum(u64);
 
 impl Sum {
     pub(super) fn add(self, bytes: &[u8]) -> Sum {
+        let (wide, rest) = bytes.as_chunks::<32>();
+        // Two 32-bit halves in lanes of 64: no carry is lost before 2³² steps.
         let mut lanes = [0_u64; 4];
-        let mut wide = bytes.chunks_exact(32);
-        for chunk in wide.by_ref() {
-            for (lane, eight) in lanes.iter_mut().zip(chunk.chunks_exact(8)) {
-                let word = u64::from_ne_bytes(eight.try_into().unwrap_or_default());
-                // Two 32-bit halves: no carry is lost before 2³² steps.
+        for chunk in wide {
+            for (lane, eight) in lanes.iter_mut().zip(chunk.as_chunks::<8>().0) {
+                let word = u64::from_ne_bytes(*eight);
                 *lane += (word & 0xffff_ffff) + (word >> 32);
             }
         }
         let mut sum = self.0 + lanes.iter().sum::<u64>();
-        let mut pairs = wide.remainder().chunks_exact(2);
-        for pair in pairs.by_ref() {
-            sum += u64::from(u16::from_ne_bytes(pair.try_into().unwrap_or_default()));
+        let (words, rest) = rest.as_chunks::<4>();
+        for word in words {
+            sum += u64::from(u32::from_ne_bytes(*word));
         }
-        if let [last] = pairs.remainder() {
+        let (pairs, rest) = rest.as_chunks::<2>();
+        for pair in pairs {
+            sum += u64::from(u16::from_ne_bytes(*pair));
+        }
+        if let [last] = rest {
             sum += u64::from(u16::from_ne_bytes([*last, 0]));
         }
         Sum(sum)
@@ -29,7 +33,7 @@ impl Sum {
 
     /// Adds a number that stands in the packet in network order.
     pub(super) fn add_number(self, number: u32) -> Sum {
-        self.add(&number.to_be_bytes())
+        Sum(self.0 + u64::from(number.to_be()))
     }
 
     /// Folded to 16 bits, as they stand in a packet.

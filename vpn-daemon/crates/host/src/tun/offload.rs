@@ -71,11 +71,13 @@ impl VnetHeader {
 
 /// One read of the device, and the packets in it.
 pub struct Frame {
-    /// What was read: the header of the device if it has one, then the packet.
+    /// What was read: the header of the device if it has one, then the packet. It is cut where it lies: each segment's
+    /// headers are written before its payload, over what the segment before has done with.
     buffer: Box<[u8]>,
     packet: std::ops::Range<usize>,
     plan: Plan,
-    segment: Box<[u8; SEGMENT_ROOM]>,
+    /// The headers of the super-packet, without its checksum.
+    headers: Box<[u8; SEGMENT_ROOM]>,
     bad: u64,
 }
 
@@ -93,6 +95,8 @@ struct Cut {
     headers: usize,
     size: usize,
     is_tcp: bool,
+    /// Checksum of what the segments have in common.
+    common: Sum,
     /// Payload handed out so far.
     at: usize,
 }
@@ -103,7 +107,7 @@ impl Default for Frame {
             buffer: vec![0; VNET_HEADER + LONGEST].into_boxed_slice(),
             packet: 0..0,
             plan: Plan::Done,
-            segment: Box::new([0; SEGMENT_ROOM]),
+            headers: Box::new([0; SEGMENT_ROOM]),
             bad: 0,
         }
     }
@@ -182,25 +186,33 @@ impl Frame {
             _ => false,
         };
         let transport_fits = headers >= transport + if is_tcp { 20 } else { UDP_HEADER };
-        (fits && network_fits && transport_fits).then_some(Plan::Cut(Cut { transport, headers, size, is_tcp, at: 0 }))
+        if !(fits && network_fits && transport_fits) {
+            return None;
+        }
+        let template = self.headers.get_mut(..headers)?;
+        template.copy_from_slice(packet.get(..headers)?);
+        let common = common_sum(template, transport, is_tcp)?;
+        Some(Plan::Cut(Cut { transport, headers, size, is_tcp, common, at: 0 }))
     }
 
     /// The next packet of this read.
     #[allow(clippy::should_implement_trait, reason = "what it lends lives only until the next call")]
     pub fn next(&mut self) -> Option<&[u8]> {
-        match self.plan {
+        match &mut self.plan {
             Plan::Done => None,
             Plan::Whole => {
                 self.plan = Plan::Done;
                 self.buffer.get(self.packet.clone())
             }
             Plan::Cut(cut) => {
-                let packet = self.buffer.get(self.packet.clone())?;
-                let length = write_segment(packet, cut, &mut self.segment[..])?;
-                let next = cut.at + cut.size;
-                self.plan =
-                    if cut.headers + next < packet.len() { Plan::Cut(Cut { at: next, ..cut }) } else { Plan::Done };
-                self.segment.get(..length)
+                let packet = self.buffer.get_mut(self.packet.clone())?;
+                let at = cut.at;
+                let length = cut_segment(packet, *cut, self.headers.get(..cut.headers)?)?;
+                cut.at += cut.size;
+                if cut.headers + cut.at >= packet.len() {
+                    self.plan = Plan::Done;
+                }
+                packet.get(at..at + length)
             }
         }
     }
@@ -220,21 +232,26 @@ fn addresses(packet: &[u8]) -> Option<Sum> {
     Some(Sum::default().add(packet.get(range)?))
 }
 
-/// Writes the segment at `cut.at` into `out` and returns its length.
-fn write_segment(packet: &[u8], cut: Cut, out: &mut [u8]) -> Option<usize> {
-    let Cut { transport, headers, size, is_tcp, at } = cut;
-    let payload = packet.get(headers..)?;
-    let part = payload.get(at..payload.len().min(at + size))?;
-    let is_last = at + part.len() == payload.len();
-    let length = headers + part.len();
-    let out = out.get_mut(..length)?;
-    let (head, body) = out.split_at_mut(headers);
-    head.copy_from_slice(packet.get(..headers)?);
-    body.copy_from_slice(part);
+/// Checksum of what all segments have in common: addresses, protocol, and of the transport header all but sequence number
+/// and flags (TCP) or length (UDP). The checksum's own field becomes zero.
+fn common_sum(headers: &mut [u8], transport: usize, is_tcp: bool) -> Option<Sum> {
+    let (network, above) = headers.split_at_mut(transport);
+    let (protocol, checksum_at) = if is_tcp { (TCP, TCP_CHECKSUM) } else { (UDP, UDP_CHECKSUM) };
+    put(above, checksum_at, [0, 0])?;
+    let sum = addresses(network)?.add_number(protocol.into()).add(above.get(..4)?);
+    Some(if is_tcp { sum.add(above.get(8..12)?).add(above.get(14..)?) } else { sum })
+}
 
-    let (network, above) = head.split_at_mut(transport);
-    let is_v6 = network.first()? >> 4 == 6;
-    if is_v6 {
+/// Writes the headers of the segment at `cut.at` before its payload and returns its length.
+fn cut_segment(packet: &mut [u8], cut: Cut, template: &[u8]) -> Option<usize> {
+    let Cut { transport, headers, size, is_tcp, common, at } = cut;
+    let rest = packet.get_mut(at..)?;
+    let is_last = rest.len() <= headers + size;
+    let length = rest.len().min(headers + size);
+    let (head, body) = rest.get_mut(..length)?.split_at_mut_checked(headers)?;
+    head.copy_from_slice(template);
+    let (network, above) = head.split_at_mut_checked(transport)?;
+    if network.first()? >> 4 == 6 {
         put(network, 4, u16::try_from(length - IPV6_HEADER).ok()?.to_be_bytes())?;
     } else {
         put(network, 2, u16::try_from(length).ok()?.to_be_bytes())?;
@@ -244,8 +261,8 @@ fn write_segment(packet: &[u8], cut: Cut, out: &mut [u8]) -> Option<usize> {
         let checksum = Sum::default().add(network).checksum();
         put(network, 10, checksum)?;
     }
-    let (protocol, checksum_at) = if is_tcp { (TCP, TCP_CHECKSUM) } else { (UDP, UDP_CHECKSUM) };
-    if is_tcp {
+    let mut sum = common.add_number(u32::try_from(length - transport).ok()?);
+    let checksum_at = if is_tcp {
         let sequence = u32::from_be_bytes(*above.get(4..8)?.first_chunk()?).wrapping_add(at as u32);
         above.get_mut(4..8)?.copy_from_slice(&sequence.to_be_bytes());
         let flags = above.get_mut(13)?;
@@ -255,14 +272,15 @@ fn write_segment(packet: &[u8], cut: Cut, out: &mut [u8]) -> Option<usize> {
         if at > 0 {
             *flags &= !CWR;
         }
+        sum = sum.add_number(sequence).add_number(u16::from_be_bytes(*above.get(12..14)?.first_chunk()?).into());
+        TCP_CHECKSUM
     } else {
-        put(above, 4, u16::try_from(UDP_HEADER + part.len()).ok()?.to_be_bytes())?;
-    }
-    put(above, checksum_at, [0, 0])?;
-    let transport_length = u32::try_from(length - transport).ok()?;
-    let sum = addresses(network)?.add_number(transport_length).add_number(protocol.into());
-    let checksum = sum.add(out.get(transport..)?).checksum();
-    put(out, transport + checksum_at, checksum)?;
+        let length = u16::try_from(UDP_HEADER + body.len()).ok()?;
+        put(above, 4, length.to_be_bytes())?;
+        sum = sum.add_number(length.into());
+        UDP_CHECKSUM
+    };
+    put(above, checksum_at, sum.add(body).checksum())?;
     Some(length)
 }
 
