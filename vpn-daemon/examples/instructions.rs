@@ -134,9 +134,12 @@ fn seal(times: usize) {
     let packet = full_packet(&client);
     client.out.keep = false;
     for _ in 0..times {
-        client.engine.handle_tun(black_box(&packet), now, &mut client.out);
+        let run = client.engine.handle_tun_first(black_box(&packet), now, &mut client.out).expect("a session stands");
+        for _ in 1..SEGMENTS {
+            client.engine.handle_tun_next(&run, black_box(&packet), now, &mut client.out);
+        }
     }
-    assert_eq!(client.engine.counters().tun_sent, times as u64);
+    assert_eq!(client.engine.counters().tun_sent, (times * SEGMENTS) as u64);
 }
 
 fn open(times: usize) {

@@ -12,7 +12,7 @@ use crate::{binaries, packages};
 
 /// Each piece, how often it is done, and how many packets one time handles.
 const PIECES: [(&str, u64, u64); 6] = [
-    ("seal", 200, 1),
+    ("seal", 10, 49),
     ("open", 200, 1),
     ("split", 20, 49),
     ("coalesce", 40, 49),

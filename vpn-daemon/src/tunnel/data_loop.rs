@@ -184,13 +184,16 @@ impl<D: PacketDevice> DataLoop<D> {
             }
             self.failed_reads = 0;
             self.out.counters.device_reads += 1;
+            let mut run = None;
             while let Some(packet) = frame.next() {
-                match &mut self.responder {
-                    Some(responder) if is_for_responder(packet) => {
+                match (&run, &mut self.responder) {
+                    // One read is one packet of one conversation, however often it is cut.
+                    (Some(run), _) => self.engine.handle_tun_next(run, packet, now, &mut self.out),
+                    (None, Some(responder)) if is_for_responder(packet) => {
                         responder.handle_packet(packet, now, &mut |answer| self.out.answer(answer));
                         self.forward();
                     }
-                    _ => self.out.while_from_device(now, |out| self.engine.handle_tun(packet, now, out)),
+                    _ => run = self.out.while_from_device(now, |out| self.engine.handle_tun_first(packet, now, out)),
                 }
             }
             bytes += frame.len();

@@ -123,13 +123,14 @@ impl<D: PacketDevice> Outbox<D> {
     }
 
     /// Notes whether what `work` does, with a packet of the device, sends datagrams directly.
-    pub(super) fn while_from_device(&mut self, now: Instant, work: impl FnOnce(&mut Self)) {
+    pub(super) fn while_from_device<R>(&mut self, now: Instant, work: impl FnOnce(&mut Self) -> R) -> R {
         let before = (self.datagrams.committed, self.relay_committed);
-        work(self);
+        let result = work(self);
         // What goes both ways is a path in doubt: then the relay counts.
         if self.datagrams.committed != before.0 && self.relay_committed == before.1 {
             self.datagrams.direct_until = Some(now + DIRECT_IN_USE);
         }
+        result
     }
 
     /// Until when packets should wait in the device's queue rather than in ours.

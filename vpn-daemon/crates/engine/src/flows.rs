@@ -43,16 +43,25 @@ pub(crate) struct Flows {
     /// Random, so that set numbers cannot be predicted.
     seed: u64,
     start: Instant,
+    /// Packets come in runs: the entry that was used last, and its stamp.
+    last: (Flow, u64),
+    /// The moment that was made a stamp of last.
+    stamped: (Instant, u64),
 }
 
 impl Flows {
     pub(crate) fn new(seed: u64, start: Instant) -> Self {
-        Self { entries: vec![[FREE; WAYS]; SETS], seed: seed | 1, start }
+        let entries = vec![[FREE; WAYS]; SETS];
+        Self { entries, seed: seed | 1, start, last: (FREE.flow, FREE.used), stamped: (start, 1) }
     }
 
     /// A packet of ours went out: its answers may come in.
     pub(crate) fn sent(&mut self, flow: Flow, now: Instant) {
         let stamp = self.stamp(now);
+        if self.last == (flow, stamp) {
+            return;
+        }
+        self.last = (flow, stamp);
         let Some(set) = self.set(&flow) else { return };
         let mut victim = 0;
         let mut victim_rank = (u8::MAX, u64::MAX);
@@ -81,6 +90,9 @@ impl Flows {
     /// Whether an arriving packet belongs to a conversation of ours; keeps it alive if so.
     pub(crate) fn admits(&mut self, flow: &Flow, now: Instant) -> bool {
         let stamp = self.stamp(now);
+        if self.last == (*flow, stamp) {
+            return true;
+        }
         let Some(set) = self.set(flow) else { return false };
         for entry in set.iter_mut() {
             if entry.used != 0 && entry.flow == *flow {
@@ -88,14 +100,18 @@ impl Flows {
                     return false;
                 }
                 entry.used = stamp;
+                self.last = (*flow, stamp);
                 return true;
             }
         }
         false
     }
 
-    fn stamp(&self, now: Instant) -> u64 {
-        now.saturating_duration_since(self.start).as_millis() as u64 + 1
+    fn stamp(&mut self, now: Instant) -> u64 {
+        if self.stamped.0 != now {
+            self.stamped = (now, now.saturating_duration_since(self.start).as_millis() as u64 + 1);
+        }
+        self.stamped.1
     }
 
     fn set(&mut self, flow: &Flow) -> Option<&mut [Entry; WAYS]> {

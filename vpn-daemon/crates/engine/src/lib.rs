@@ -99,6 +99,13 @@ const DISCOVERY_PER_SECOND: u32 = 1000;
 /// Addresses taken from the node of a party that is no workspace agent.
 const MAX_CLIENT_ADDRESSES: usize = 4;
 
+/// Where the first of several packets went that were one super-packet.
+#[derive(Clone, Copy, Debug)]
+pub struct Run {
+    slot: u32,
+    ways: traffic::Ways,
+}
+
 /// See the crate's documentation.
 pub struct Engine {
     role: Role,
@@ -161,13 +168,18 @@ impl Engine {
 
     /// A packet that the packet device handed us. Packets for the resolver at `node::DNS_ADDRESS` are the caller's.
     pub fn handle_tun(&mut self, bytes: &[u8], now: Instant, sink: &mut impl Sink) {
+        self.handle_tun_first(bytes, now, sink);
+    }
+
+    /// As `handle_tun`. Where the packet went, if it left at once: for [`Engine::handle_tun_next`].
+    pub fn handle_tun_first(&mut self, bytes: &[u8], now: Instant, sink: &mut impl Sink) -> Option<Run> {
         let Some(packet) = Ipv6Packet::parse(bytes) else {
             self.cx.counters.tun_malformed += 1;
-            return;
+            return None;
         };
         if !self.cx.is_own(packet.source()) {
             self.cx.counters.tun_foreign_source += 1;
-            return;
+            return None;
         }
         let destination = packet.destination();
         let for_peers = node::is_tunnel_address(destination)
@@ -176,28 +188,38 @@ impl Engine {
             && packet.next_header() != tsmp::PROTOCOL;
         if !for_peers {
             self.cx.counters.tun_not_for_peers += 1;
-            return;
+            return None;
         }
         if packet.bytes().len() > ip::MTU {
             self.cx.counters.tun_too_big += 1;
             self.refuse(&packet, None, now, sink);
-            return;
+            return None;
         }
         let slot = self.peers.slot_of_address(destination);
         let Some(peer) = slot.and_then(|slot| self.peers.get_mut(slot)) else {
             self.cx.counters.tun_unknown_peer += 1;
             self.refuse(&packet, Some(Unreachable::Address), now, sink);
-            return;
+            return None;
         };
         self.cx.net.note_active(now);
         if peer.is_unreachable(now) {
             self.cx.counters.tun_unreachable += 1;
             peer.send_in_vain(&mut self.cx, sink, now);
             self.refuse(&packet, Some(Unreachable::Address), now, sink);
-            return;
+            return None;
         }
         self.filter.outgoing(&packet, now);
-        peer.send(packet.bytes(), &mut self.cx, sink, now);
+        let slot = peer.slot;
+        peer.send(packet.bytes(), &mut self.cx, sink, now).map(|ways| Run { slot, ways })
+    }
+
+    /// A packet that was cut from the same super-packet as the one before, at the same moment and with no other call in
+    /// between. What was decided for the first holds for it, so that it costs hardly more than its cipher.
+    pub fn handle_tun_next(&mut self, run: &Run, bytes: &[u8], now: Instant, sink: &mut impl Sink) {
+        match self.peers.get_mut(run.slot) {
+            Some(peer) if bytes.len() <= ip::MTU => peer.seal_and_send(bytes, run.ways, &mut self.cx, sink, now),
+            _ => self.cx.counters.tun_malformed += 1,
+        }
     }
 
     /// The payload of a RecvPacket frame: `from` is the sender that the relay names.
@@ -505,7 +527,7 @@ impl Engine {
                 .and_then(|addresses| cx.echoes.request(id, token, addresses, &mut &mut *cx.rng, now)),
         };
         match (request, peer) {
-            (Ok(packet), Some(peer)) => peer.send(&packet, cx, sink, now),
+            (Ok(packet), Some(peer)) => drop(peer.send(&packet, cx, sink, now)),
             (Err(error), _) => cx.event(Event::EchoDone { id, token, result: Err(error), path: None }),
             (Ok(_), None) => {}
         }

@@ -391,7 +391,7 @@ impl Peer {
     }
 
     pub(crate) fn is_unreachable(&self, now: Instant) -> bool {
-        self.unheard_since.is_some_and(|since| now.saturating_duration_since(since) >= UNREACHABLE_AFTER)
+        self.unheard_since.is_some_and(|since| since + UNREACHABLE_AFTER <= now)
     }
 
     pub(crate) fn state(&self, now: Instant) -> PeerState {

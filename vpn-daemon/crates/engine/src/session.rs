@@ -114,8 +114,9 @@ impl Sessions {
 
 #[derive(Clone, Copy)]
 struct Established {
-    at: Instant,
     renew_at: Instant,
+    /// Its keys are not used any more from then on.
+    rejected_at: Instant,
 }
 
 #[derive(Clone, Copy)]
@@ -176,7 +177,7 @@ pub(crate) enum Refused {
 impl Session {
     /// Whether `seal` works now.
     pub(crate) fn is_up(&self, now: Instant) -> bool {
-        self.established.is_some_and(|e| now.saturating_duration_since(e.at) < REJECT_AFTER)
+        self.established.is_some_and(|e| now < e.rejected_at)
     }
 
     pub(crate) fn last_handshake(&self) -> Option<Instant> {
@@ -317,7 +318,7 @@ impl Session {
     }
 
     fn establish(&mut self, at: Instant, renew_after: Duration, now: Instant) {
-        self.established = Some(Established { at, renew_at: at + renew_after });
+        self.established = Some(Established { renew_at: at + renew_after, rejected_at: at + REJECT_AFTER });
         self.unconfirmed = None;
         self.initiation = None;
         self.resting_until = None;
@@ -367,7 +368,7 @@ impl Session {
     pub(crate) fn next_tick(&self) -> Option<Instant> {
         let initiation = self.initiation.map(|i| i.retry_at.min(i.first + REKEY_ATTEMPT));
         let handshake = if self.initiation.is_some() { None } else { self.handshake_at() };
-        let expiry = self.established.map(|e| e.at + REJECT_AFTER);
+        let expiry = self.established.map(|e| e.rejected_at);
         [initiation, handshake, self.keepalive_at(), expiry].into_iter().flatten().min()
     }
 

@@ -31,7 +31,7 @@ const TRIED_BESIDE: Duration = Duration::from_secs(30);
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
 /// The way packets take, and a second one beside it while the first is not proven.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Ways {
     first: Route,
     second: Option<Route>,
@@ -133,9 +133,9 @@ impl Peer {
         }
     }
 
-    /// A packet from the device, checked and at most 1280 bytes long.
-    pub(crate) fn send(&mut self, packet: &[u8], cx: &mut Common, sink: &mut impl Sink, now: Instant) {
-        if self.last_inner.is_none_or(|at| now.saturating_duration_since(at) > NEAREST_NEW_DEADLINE) {
+    /// A packet from the device, checked and at most 1280 bytes long. The way it took, if it left at once by one.
+    pub(crate) fn send(&mut self, packet: &[u8], cx: &mut Common, sink: &mut impl Sink, now: Instant) -> Option<Ways> {
+        if self.last_inner.is_none_or(|at| at + NEAREST_NEW_DEADLINE < now) {
             self.ping_as_in_use(now);
         }
         self.last_inner = Some(now);
@@ -147,7 +147,7 @@ impl Peer {
             self.seal_and_send(packet, ways, cx, sink, now);
             self.note_sent(cx, sink, now);
             self.reschedule_after_packet(cx, now);
-            return;
+            return Some(ways).filter(|ways| ways.second.is_none());
         }
         if self.held.push(packet, now, &mut cx.held) {
             cx.counters.tun_held += 1;
@@ -161,6 +161,7 @@ impl Peer {
         }
         self.note_sent(cx, sink, now);
         self.settle(cx, now);
+        None
     }
 
     /// Without the table of deadlines being touched for every packet.
@@ -170,7 +171,14 @@ impl Peer {
         }
     }
 
-    fn seal_and_send(&mut self, packet: &[u8], ways: Ways, cx: &mut Common, sink: &mut impl Sink, now: Instant) {
+    pub(crate) fn seal_and_send(
+        &mut self,
+        packet: &[u8],
+        ways: Ways,
+        cx: &mut Common,
+        sink: &mut impl Sink,
+        now: Instant,
+    ) {
         let Some(session) = &mut self.session else { return };
         let padded = packet.len().next_multiple_of(PADDING).min(ip::MTU.max(packet.len()));
         let room = (padded + DATA_OVERHEAD).max(CONTROL_ROOM);
@@ -520,6 +528,24 @@ mod tests {
             tsmp::PONG_LEN as u64
         );
         assert!(world.agent().out.delivered.is_empty());
+    }
+
+    #[test]
+    fn packets_of_one_super_packet_go_where_the_first_went() {
+        let mut world = World::connected();
+        let (agent, desktop) = (coder_address(AGENT), world.client().address);
+        let now = world.now;
+        let packet = crate::sim::udp(desktop, agent, 1, 2, b"x");
+        let stray = crate::sim::udp(desktop, "fd60:627a:a42b::7".parse().unwrap(), 1, 2, b"x");
+        let client = world.client();
+        assert!(client.engine.handle_tun_first(&stray, now, &mut client.out).is_none());
+        let run = client.engine.handle_tun_first(&packet, now, &mut client.out).unwrap();
+        client.engine.handle_tun_next(&run, &packet, now, &mut client.out);
+        client.engine.handle_tun_next(&run, &packet, now, &mut client.out);
+        client.engine.handle_tun_next(&run, &[0x60; ip::MTU + 1], now, &mut client.out);
+        assert_eq!((client.engine.counters().tun_sent, client.engine.counters().tun_malformed), (3, 1));
+        world.run(ms(5));
+        assert_eq!(world.agent().out.delivered, vec![packet; 3]);
     }
 
     #[test]
