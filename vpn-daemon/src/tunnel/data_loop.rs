@@ -1,7 +1,7 @@
 //! The data thread: one loop that owns device, engine and responder and shows the way of a packet top to bottom.
 //!
 //! It drains what is there, in turns short enough that neither direction starves, and sleeps in one `poll` when a turn
-//! found nothing: asking in vain is cheaper than a `poll` a turn (fast path 4.5). Nothing in it blocks but a send that
+//! left nothing behind: asking in vain is cheaper than a `poll` a turn (fast path 4.5). Nothing in it blocks but a send that
 //! finds a full socket, and that for two milliseconds: relays take and give whole batches over bounded queues, the slow
 //! side talks over a bounded queue of commands and is told over a bounded queue of events. While a relay does not keep up
 //! the device is not read, so that packets wait in the kernel's queue, where they count as one delay and not as two.
@@ -91,29 +91,31 @@ impl<D: PacketDevice> DataLoop<D> {
         }
     }
 
-    /// True when something came.
+    /// True when there may be more.
     fn take_from_network(&mut self, now: Instant) -> bool {
-        let mut came = false;
         self.network.next_turn();
-        for _ in 0..NETWORK_TURN {
-            let mut more = false;
-            for family in [Family::V4, Family::V6] {
-                if self.network.receive(family, &mut self.out.udp) == 0 {
-                    continue;
-                }
-                more = true;
-                for (source, datagram) in self.network.datagrams() {
-                    self.engine.handle_udp(source, datagram, now, &mut self.out);
-                }
-            }
-            if !more {
-                break;
-            }
-            came = true;
+        let mut receives = 0;
+        while receives < NETWORK_TURN && self.receive(now) {
+            receives += 1;
             self.out.flush_device();
         }
-        if came {
+        if receives > 0 {
             self.out.flush_datagrams();
+        }
+        receives == NETWORK_TURN
+    }
+
+    /// One receive on each socket. True when something came.
+    fn receive(&mut self, now: Instant) -> bool {
+        let mut came = false;
+        for family in [Family::V4, Family::V6] {
+            if self.network.receive(family, &mut self.out.udp) == 0 {
+                continue;
+            }
+            came = true;
+            for (source, datagram) in self.network.datagrams() {
+                self.engine.handle_udp(source, datagram, now, &mut self.out);
+            }
         }
         came
     }

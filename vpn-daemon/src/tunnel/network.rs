@@ -16,15 +16,18 @@ pub(super) struct Network {
     turn: u32,
     /// Calls in a row that found nothing, of both families.
     in_vain: [u32; 2],
+    /// Nothing more is there in this turn, of both families.
+    drained: [bool; 2],
 }
 
 impl Network {
     pub(super) fn new() -> Self {
-        Self { buffer: ReceiveBuffer::new(), turn: 0, in_vain: [0; 2] }
+        Self { buffer: ReceiveBuffer::new(), turn: 0, in_vain: [0; 2], drained: [false; 2] }
     }
 
     pub(super) fn next_turn(&mut self) {
         self.turn = self.turn.wrapping_add(1);
+        self.drained = [false; 2];
     }
 
     /// The socket of `family`, or both, may have something.
@@ -36,18 +39,19 @@ impl Network {
         }
     }
 
-    /// One receive on the socket of `family`; how many datagrams came.
+    /// One receive on the socket of `family`, unless it has told that nothing is left; how many datagrams came.
     pub(super) fn receive(&mut self, family: Family, udp: &mut UdpSockets) -> usize {
-        let [v4, v6] = &mut self.in_vain;
-        let in_vain = match family {
-            Family::V4 => v4,
-            Family::V6 => v6,
+        let at = match family {
+            Family::V4 => 0,
+            Family::V6 => 1,
         };
-        if *in_vain >= SILENT && !self.turn.is_multiple_of(SKIPPED) {
+        let (in_vain, drained) = (&mut self.in_vain[at], &mut self.drained[at]);
+        if *drained || *in_vain >= SILENT && !self.turn.is_multiple_of(SKIPPED) {
             return 0;
         }
         let received = udp.receive(family, &mut self.buffer);
         *in_vain = if received == 0 { in_vain.saturating_add(1) } else { 0 };
+        *drained = !self.buffer.may_be_more();
         received
     }
 

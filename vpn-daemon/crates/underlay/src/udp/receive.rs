@@ -22,6 +22,8 @@ pub struct ReceiveBuffer {
     slots: Box<[u8]>,
     metas: Box<[RecvMeta; SLOTS]>,
     filled: usize,
+    /// The last call took as much as it had room for.
+    full: bool,
 }
 
 impl ReceiveBuffer {
@@ -30,6 +32,7 @@ impl ReceiveBuffer {
             slots: vec![0; SLOT * SLOTS].into_boxed_slice(),
             metas: Box::new([RecvMeta::default(); SLOTS]),
             filled: 0,
+            full: false,
         }
     }
 
@@ -39,8 +42,13 @@ impl ReceiveBuffer {
         Datagrams { slots: self.slots.chunks_exact_mut(SLOT).zip(metas), rest: &mut [], stride: 0, source: None }
     }
 
+    /// Whether the socket may have had more than the last call had room for.
+    pub fn may_be_more(&self) -> bool {
+        self.full
+    }
+
     pub(super) fn clear(&mut self) {
-        self.filled = 0;
+        (self.filled, self.full) = (0, false);
     }
 }
 
@@ -102,6 +110,7 @@ impl Socket {
         match received {
             Ok(messages) => {
                 buffer.filled = messages;
+                buffer.full = messages == if self.trains { 1 } else { SLOTS };
                 counters.receives += 1;
                 self.count_messages(buffer.metas.get(..messages).unwrap_or_default(), counters)
             }
