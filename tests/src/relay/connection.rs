@@ -16,7 +16,7 @@ use rand_core::OsRng;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, ReadHalf, WriteHalf};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::queue::{Framed, Queue};
+use super::queue::{Frames, Queue};
 use super::registry::{Entry, Registry};
 use crate::coderd::listener::Wire;
 
@@ -28,7 +28,7 @@ const KEEP_ALIVE: Duration = Duration::from_secs(60);
 /// Added to it, once for each connection.
 const JITTER_MILLIS: u64 = 5000;
 /// Bytes of one write: what one read of a fast client brings.
-const BATCH: usize = 64 * 1024;
+const BATCH: usize = 128 * 1024;
 /// PeerGone(not here) to one client: at most so many at once, one more each second.
 const HINTS: u32 = 3;
 
@@ -132,15 +132,21 @@ async fn read<S: Wire>(mut reader: ReadHalf<S>, mut buffer: FrameBuffer, place: 
 #[derive(Default)]
 struct Train {
     to: Option<(NodePublic, Arc<Queue>)>,
-    frames: Vec<Framed>,
+    data: Frames,
+    disco: Frames,
     bytes: usize,
 }
 
 impl Train {
     fn pass_on(&mut self, place: &Place<'_>) {
         if let Some((to, queue)) = self.to.take() {
-            let packets = self.frames.len() as u64;
-            let dropped = queue.push(self.frames.drain(..));
+            let packets = (self.data.len() + self.disco.len()) as u64;
+            let mut dropped = 0;
+            for (frames, is_disco) in [(&mut self.disco, true), (&mut self.data, false)] {
+                if frames.len() > 0 {
+                    dropped += queue.push(frames, is_disco);
+                }
+            }
             place.registry.count(packets, self.bytes, dropped, to == place.entry.key);
             self.bytes = 0;
         }
@@ -162,12 +168,12 @@ fn take(frame: &Frame<'_>, place: &Place<'_>, hints: &mut Hints, train: &mut Tra
                 };
                 train.to = Some((*to, queue));
             }
-            let mut bytes = Vec::with_capacity(packet.len() + 40);
+            train.bytes += packet.len();
+            let frames = if is_disco { &mut train.disco } else { &mut train.data };
             // The length was judged with the frame.
-            if write_recv_packet(&mut bytes, &entry.key, packet).is_ok() {
-                train.bytes += packet.len();
-                train.frames.push(Framed { bytes, is_disco });
-            }
+            frames.add(|out| {
+                let _ = write_recv_packet(out, &entry.key, packet);
+            });
         }
         Frame::Ping(data) => entry.queue.pong(*data),
         Frame::NotePreferred(true) => registry.count_home(),
