@@ -20,6 +20,7 @@ use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TryRecvError;
 
 use super::device::PacketDevice;
+use super::nap::{NAP, Naps};
 use super::network::Network;
 use super::outbox::{self, Outbox};
 use super::wake::Wake;
@@ -51,6 +52,7 @@ pub(super) struct DataLoop<D> {
     pub(super) responder: Option<Responder>,
     pub(super) out: Outbox<D>,
     pub(super) network: Network,
+    pub(super) naps: Naps,
     /// When to bind the sockets again.
     pub(super) bind_at: Option<Instant>,
     pub(super) wake: Wake,
@@ -94,13 +96,16 @@ impl<D: PacketDevice> DataLoop<D> {
     /// True when there may be more.
     fn take_from_network(&mut self, now: Instant) -> bool {
         self.network.next_turn();
-        let mut receives = 0;
+        let (mut receives, before) = (0, self.out.udp.counters().received_bytes);
         while receives < NETWORK_TURN && self.receive(now) {
             receives += 1;
             self.out.flush_device();
         }
         if receives > 0 {
             self.out.flush_datagrams();
+        }
+        if self.out.udp.counters().received_bytes - before > LARGE_READ as u64 {
+            self.naps.note();
         }
         receives == NETWORK_TURN
     }
@@ -384,6 +389,7 @@ impl<D: PacketDevice> DataLoop<D> {
     }
 
     fn sleep(&mut self) {
+        let nap = self.naps.begin();
         let paused = self.out.paused_until(Instant::now());
         let until = [
             self.engine.poll_timeout(),
@@ -397,6 +403,7 @@ impl<D: PacketDevice> DataLoop<D> {
             .min()
             .map_or(LONGEST_SLEEP, |at| at.saturating_duration_since(Instant::now()).min(LONGEST_SLEEP));
         let limit = if self.untold { limit.min(RETELL) } else { limit };
+        let limit = if nap { limit.min(NAP) } else { limit };
         // Rounded up: waking a little late costs nothing, a little early costs a turn for nothing.
         let limit = limit + Duration::from_micros(if limit.is_zero() { 0 } else { 50 });
         let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
@@ -406,9 +413,9 @@ impl<D: PacketDevice> DataLoop<D> {
         let [v4, v6] = fds.map(|fd| fd.unwrap_or_else(|| self.wake.as_fd()));
         let mut waiting =
             [self.wake.as_fd(), v4, v6, out.device.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-        // While paused the device is left out altogether: one that is gone reports errors nobody asked for, at once and
-        // again and again.
-        let watched = waiting.len() - usize::from(paused.is_some());
+        // A nap is ended by commands and relays alone. While paused the device is left out altogether: one that is gone
+        // reports errors nobody asked for, at once and again and again.
+        let watched = if nap { 1 } else { waiting.len() - usize::from(paused.is_some()) };
         // Interruptions are wake-ups like any other.
         let _ = poll(waiting.get_mut(..watched).unwrap_or_default(), Some(&limit));
         let [woken, v4, v6, _] = waiting.each_ref().map(|fd| !fd.revents().is_empty());

@@ -5,6 +5,7 @@
 mod counters;
 mod data_loop;
 mod device;
+mod nap;
 mod network;
 mod outbox;
 mod wake;
@@ -24,6 +25,7 @@ pub use device::PacketDevice;
 pub use wake::Wake;
 
 use data_loop::DataLoop;
+use nap::Naps;
 use network::Network;
 use outbox::Outbox;
 
@@ -133,6 +135,7 @@ impl Tunnel {
             responder,
             out: Outbox::new(device, relays, udp),
             network: Network::new(),
+            naps: Naps::default(),
             bind_at: None,
             wake: wake.clone(),
             commands: commands_rx,
