@@ -462,8 +462,7 @@ impl Run {
     /// Whether a packet is of the same conversation: protocol, addresses and ports.
     fn is_of(&self, arena: &[u8], packet: &[u8]) -> bool {
         let Some(first) = self.first(arena) else { return false };
-        let ends = |packet: &[u8]| packet.get(8..44).and_then(<[u8]>::first_chunk::<36>).copied();
-        first.get(6) == packet.get(6) && ends(first).is_some() && ends(first) == ends(packet)
+        first.get(6) == packet.get(6) && same::<36>(first, packet, 8)
     }
 
     /// Whether a packet has the same addresses.
@@ -486,14 +485,16 @@ impl Run {
         }
         let Some(first) = self.first(arena) else { return false };
         // Version, class, flow label; hop limit.
-        if first.get(..4) != packet.get(..4) || first.get(7) != packet.get(7) {
+        if !same::<4>(first, packet, 0) || first.get(7) != packet.get(7) {
             return false;
         }
         if self.kind == Kind::Tcp {
-            let same = |range: std::ops::Range<usize>| first.get(range.clone()) == packet.get(range);
-            // Acknowledgement and length of the header; window; urgent pointer and options.
-            let fits =
-                joinable.sequence == self.next_sequence && same(48..53) && same(54..56) && same(58..self.headers);
+            // Acknowledgement; length of the header; window; urgent pointer and options.
+            let fits = joinable.sequence == self.next_sequence
+                && same::<4>(first, packet, 48)
+                && first.get(52) == packet.get(52)
+                && same::<2>(first, packet, 54)
+                && first.get(58..self.headers) == packet.get(58..self.headers);
             if !fits {
                 return false;
             }
@@ -540,6 +541,13 @@ impl Run {
         put(headers, IPV6_HEADER + checksum_at, sum.folded())?;
         Some(joined)
     }
+}
+
+/// Whether `N` bytes at `at` are there in both, and equal.
+#[inline]
+fn same<const N: usize>(a: &[u8], b: &[u8], at: usize) -> bool {
+    let part = |bytes| <[u8]>::get(bytes, at..).and_then(<[u8]>::first_chunk::<N>);
+    part(a).is_some() && part(a) == part(b)
 }
 
 /// What of a packet makes it fit for joining: IPv6 without extension headers, whole, with a payload; TCP with no other
